@@ -1,0 +1,94 @@
+"""What every engine does. Rollouts, evaluation and weight sync know only this module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from lightrl.types import Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to sample one request."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response; kept in it, as their tokens were sampled."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a response, besides the model's own EOS ids; kept in it."""
+    ignore_eos: bool = False
+
+    def with_(self, **changes: Any) -> SamplingParams:
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """`n` answers to one prompt.
+
+    `seeds[i]` fixes the random draws of answer `i` whatever else is in the batch, so that sampling does not depend on
+    the number of ranks, on batching, or on a restart.
+    """
+
+    id: str
+    tokens: list[int]
+    sampling: SamplingParams
+    n: int = 1
+    seeds: tuple[int, ...] | None = None
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """One answer. `logprobs[t]` is the log-prob of `tokens[t]` under the distribution it was really sampled from,
+    temperature and truncation included (greedy: of the untempered distribution)."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    status: Status
+    policy_versions: list[int]
+    error: str | None = None
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Generation, and new weights. One instance a rank; calls come from one event loop at a time."""
+
+    policy_version: int
+    """Version of the weights that are loaded; -1 before the first load."""
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """All `n` answers of one request, in order. Call it concurrently: the engine batches what is in flight.
+
+        Raises ValueError for a request that can never be served (prompt beyond the context, empty prompt …).
+        """
+
+    def abort(self, request_id: str | None = None) -> None:
+        """End one request, or all: what was sampled so far returns with `Status.ABORTED`."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, *, share: bool = False) -> None:
+        """Take named tensors (Hugging Face names) as the weights of `version`.
+
+        With `share=True` the caller lends its tensors until `offload`: an engine in the same process may use them
+        without a copy. A name the engine does not know, or one that it misses, is a ValueError.
+        """
+
+    def flush_cache(self) -> None:
+        """Forget cached prefixes; `load_weights` does so itself."""
+
+    def offload(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+        """Release memory by tag; the engine is idle. Lent tensors are given back with `weights`."""
+
+    def onload(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+        """Take memory again before generating."""
+
+    def close(self) -> None:
+        """Free everything; idempotent."""

@@ -1,0 +1,134 @@
+"""Records that travel between the stages of a step.
+
+prompts -> groups of samples -> packed microbatches -> metrics. Shapes: `T` packed tokens fed to the model, `N`
+response tokens (the ones a log-prob exists for), `S` attention segments, `K` packed keys, `M` samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor
+
+
+class Status(StrEnum):
+    """How a sample ended."""
+
+    COMPLETED = "completed"  # the model stopped by itself (EOS or a stop string)
+    TRUNCATED = "truncated"  # ran into the length limit; no EOS is invented
+    ABORTED = "aborted"  # cut off from outside; its tokens are kept
+    FAILED = "failed"  # generation or reward failed; never part of a baseline or a loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row of a prompt set, tokenized.
+
+    >>> Prompt(index=7, tokens=[1, 2, 3], text="2+2=", label="4").label
+    '4'
+    """
+
+    index: int
+    """Position in the (sliced) prompt set: stable over epochs and restarts."""
+    tokens: list[int]
+    """Token ids fed to the engine, chat template applied."""
+    text: str
+    """The same as text: what the model sees."""
+    messages: list[dict[str, Any]] | None = None
+    """Chat messages the text was rendered from, when it was."""
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+    source: str = ""
+    """`file:line` of the row, for messages."""
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """One sampled answer to a prompt. Per-token lists align with the response, not with the prompt."""
+
+    prompt: Prompt
+    group_index: int
+    """Samples that share a baseline share this number; unique within a run."""
+    index: int
+    """Number of the sample within its group."""
+    tokens: list[int]
+    """Prompt and response token ids."""
+    response_length: int
+    response: str = ""
+    """The response as text, special tokens left out."""
+    loss_mask: list[int] | None = None
+    """1 for tokens the model sampled, 0 for tool output and other given tokens; None means all ones."""
+    rollout_logprobs: list[float] | None = None
+    """Engine's log-prob of each response token, under the distribution it was really sampled from."""
+    policy_versions: list[int] = field(default_factory=list)
+    """Policy versions that produced tokens of this response, oldest first."""
+    status: Status = Status.COMPLETED
+    reward: float | None = None
+    """None until scored, and for a failed sample."""
+    advantage: float | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Free-form: what the reward returned besides its number, failure reasons, …"""
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.tokens) - self.response_length
+
+    @property
+    def response_tokens(self) -> list[int]:
+        return self.tokens[len(self.tokens) - self.response_length :]
+
+    @property
+    def mask(self) -> list[int]:
+        return [1] * self.response_length if self.loss_mask is None else self.loss_mask
+
+
+@dataclass(kw_only=True)
+class SampleGroup:
+    """All answers to one prompt. Groups may have any size: samples fail, or are filtered."""
+
+    prompt: Prompt
+    group_index: int
+    samples: list[Sample]
+
+    @property
+    def scored(self) -> list[Sample]:
+        """Samples that count: scored and not failed."""
+        return [s for s in self.samples if s.reward is not None and s.status is not Status.FAILED]
+
+
+@dataclass(kw_only=True)
+class Microbatch:
+    """Packed samples for one forward. A prompt shared by several samples may be packed once (`kv_index`).
+
+    Two answers `x y` and `z` to the prompt `a b`, prompt shared: the model is fed `a b x` (the last token of a response
+    predicts nothing, so it is not fed). Segments: the prompt (rows 0-1) and the first answer's row 2, which attends to
+    rows 0-2. Row 1 (token `b`) predicts both `x` and `z`, row 2 predicts `y`:
+
+    input_ids [a b x], position_ids [0 1 2], cu_seqlens_q [0 2 3], cu_seqlens_k [0 2 5], kv_index [0 1 0 1 2],
+    logit_rows [1 2 1], targets [x y z], sample_ids [0 0 1].
+    """
+
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64
+    cu_seqlens_q: Tensor  # [S + 1] int32, segment borders in the packed rows
+    cu_seqlens_k: Tensor  # [S + 1] int32, segment borders in the packed keys
+    kv_index: Tensor | None  # [K] int64, packed row of each key; None: keys are the rows themselves
+    max_seqlen_q: int
+    max_seqlen_k: int
+    logit_rows: Tensor  # [N] int64, packed row whose output predicts response token n
+    targets: Tensor  # [N] int64
+    sample_ids: Tensor  # [N] int64, sample (0..M-1) of response token n
+    loss_mask: Tensor  # [N] float32, 0 or 1
+    loss_weights: Tensor  # [N] float32, share of token n in the loss of the whole update; sums to 1 over all ranks
+    advantages: Tensor  # [N] float32
+    rollout_logprobs: Tensor | None = None  # [N] float32
+    old_logprobs: Tensor | None = None  # [N] float32
+    ref_logprobs: Tensor | None = None  # [N] float32
+    num_samples: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.input_ids.numel())
