@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -26,9 +26,6 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response, besides the model's own EOS ids; kept in it."""
     ignore_eos: bool = False
-
-    def with_(self, **changes: Any) -> SamplingParams:
-        return replace(self, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Settings of a run: typed sections, TOML files, command-line overrides."""

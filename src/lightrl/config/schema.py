@@ -1,0 +1,365 @@
+"""Every setting of a run: one frozen dataclass a section, docs beside the fields.
+
+Ranges are checked in the section (`Field`), rules between sections in `Config.validate`. No torch here: config errors
+and `--help` answer at once. Optional fields default to None, because TOML has no null and a dump must reload.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class RunConfig:
+    """The run as a whole."""
+
+    dir: str = "runs/lightrl"
+    """Folder of this run: resolved config, metrics, checkpoints, samples."""
+    steps: PositiveInt = 100
+    """Steps to train; a step is one collection of samples and the updates on it."""
+    seed: Count = 0
+    """Seed of data order, sampling and initialisation."""
+    resume: bool = True
+    """Continue from the newest committed checkpoint in `dir`; false refuses a folder that already holds a run."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; `auto` takes CUDA when there is one."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels (slower on GPU; the CPU is deterministic already)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ModelConfig:
+    """The policy: a Hugging Face causal LM."""
+
+    path: str = ""
+    """Hub name or local folder of the checkpoint. Required."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    tokenizer: str | None = None
+    """Hub name or folder of the tokenizer; default: the model's own."""
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Precision of matrix products. Masters, gradients and optimizer are always float32. `auto`: bfloat16 where the
+    hardware computes it natively, else float32."""
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass: less memory, about a third more time."""
+    reference_path: str | None = None
+    """Checkpoint of the frozen reference for the KL term; default: the policy's own start."""
+    trust_remote_code: bool = False
+    """Run Python code that ships with the checkpoint. Only for sources you trust."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DataConfig:
+    """Training prompts."""
+
+    path: str | list[str] = ""
+    """jsonl or parquet file, folder, or hub dataset; `path@[a:b]` takes a slice of rows. A list is concatenated.
+    Required."""
+    split: str = "train"
+    """Split, for hub datasets and folders."""
+    input_key: str = "input"
+    """Field with the prompt: a string or a list of chat messages."""
+    label_key: str | None = None
+    """Field with the expected answer, handed to the reward."""
+    metadata_key: str = "metadata"
+    """Field with a dict that is handed to the reward (`rm_type` in it picks the reward of that row)."""
+    tool_key: str = "tools"
+    """Field with tool definitions for the chat template."""
+    apply_chat_template: bool = False
+    """Render the prompt through the tokenizer's chat template; a string becomes one user message."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments of the chat template, such as `enable_thinking = false`."""
+    system_prompt: str | None = None
+    """System message put before each conversation that has none."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longest prompt; default: what the model's context leaves beside the response."""
+    overlong: Literal["drop", "truncate", "error"] = "drop"
+    """What to do with longer prompts. `truncate` keeps the end of the prompt."""
+    shuffle: bool = True
+    """Shuffle each epoch, by `run.seed` and the epoch's number."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class RewardConfig:
+    """How samples are scored."""
+
+    type: str = ""
+    """Name of a rule (math, deepscaler, dapo, f1, gpqa, random, exact; `boxed_NAME` grades the last box), or
+    `package.module:function`. A row's `metadata.rm_type` wins. Required unless every row names one."""
+    key: str | None = None
+    """Which entry of a dict reward is the number to train on."""
+    batched: bool = False
+    """A custom function takes lists: one call a group, one result a sample."""
+    timeout: PositiveFloat = 30.0
+    """Seconds one reward call may take."""
+    max_failure_rate: Fraction = 0.1
+    """Failed samples are left out; a step with a larger share of them stops the run with the first traceback."""
+    concurrency: PositiveInt = 8
+    """Reward calls under way at once, a rank."""
+    missing_think: Literal["grade_all", "zero"] = "grade_all"
+    """A response that never closes its `<think>` block: grade the whole text, or give 0. Counted either way."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class RolloutConfig:
+    """Sampling of training data."""
+
+    prompts_per_step: PositiveInt = 32
+    """Prompts a step, over all ranks."""
+    group_size: PositiveInt = 8
+    """Samples a prompt."""
+    max_response_tokens: PositiveInt = 1024
+    """Longest response."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer's log-probs use the same."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling. Below 1 the engine's distribution is no longer the one that is trained."""
+    top_k: Count = 0
+    """Sample from the k likeliest tokens; 0 is off."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a response."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end a response, besides the model's EOS."""
+    truncated: Literal["keep", "mask", "zero_reward"] = "keep"
+    """Responses cut by length: train on them as scored, leave them out of the loss (they stay in the baseline), or
+    score them 0."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class EngineConfig:
+    """What generates."""
+
+    kind: Literal["transformers"] = "transformers"
+    """`transformers`: the embedded engine, on CPU or GPU, sharing the policy's weights."""
+    max_batch: PositiveInt = 64
+    """Sequences decoded together, a rank."""
+    max_prefill_tokens: PositiveInt = 8192
+    """Prompt tokens computed in one prefill."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class AlgorithmConfig:
+    """Advantages and loss."""
+
+    advantage: Literal["grpo"] = "grpo"
+    """Advantage estimator; formulas in docs/algorithms.md."""
+    normalize_std: bool = True
+    """Divide group-centred rewards by their standard deviation (GRPO); false only centres them (Dr.GRPO)."""
+    minibatches_per_step: PositiveInt = 1
+    """Optimizer updates on each step's samples."""
+    clip_low: Fraction = 0.2
+    """The importance ratio is clipped below at 1 - clip_low."""
+    clip_high: NonNegative | None = None
+    """… and above at 1 + clip_high; default: clip_low."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """How token losses become one: mean over all tokens; mean over sequences of their token mean; sum over tokens
+    divided by sequences x `constant_length`."""
+    constant_length: PositiveInt | None = None
+    """Length used by `constant`; default: `rollout.max_response_tokens`."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL to the reference; 0 loads no reference."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL goes: a term of the loss, or taken off the reward before advantages."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL per token (http://joschu.net/blog/kl-approx.html)."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: NonNegative = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay of the two moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled decay of matrices; norms and biases have none."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm here; 0 is off."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape after warm-up. `wsd`: constant, then linear decay over the last `decay_steps` updates."""
+    warmup_steps: Count = 0
+    """Updates of linear warm-up."""
+    decay_steps: Count = 0
+    """Length of the decay of `wsd`, in updates."""
+    min_lr_ratio: Fraction = 0.0
+    """Where decays end, as a share of `lr`."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ParallelConfig:
+    """How the model and the batch are spread."""
+
+    shard_size: PositiveInt | None = None
+    """Ranks a copy of the model is sharded over; the rest replicate (HSDP). Default: all ranks."""
+    max_tokens_per_microbatch: PositiveInt = 16384
+    """Packed tokens in one forward, a rank. A longer single sample gets a microbatch of its own."""
+    share_prompts: bool = True
+    """Compute a prompt once for all its samples in a microbatch, where the attention allows it."""
+    timeout: PositiveFloat = 1800.0
+    """Seconds a collective may wait before the run is ended with an error."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    every: Count = 50
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints to keep."""
+    keep_best: Count = 0
+    """Also keep the best N by `best_metric`."""
+    best_metric: str = "reward/mean"
+    """Metric for `keep_best`; higher is better."""
+    async_save: bool = True
+    """Write in the background; a step counts only once it is committed."""
+    hf_every: Count = 0
+    """Steps between exports in Hugging Face format to `dir/hf`; 0 is off."""
+    verify: bool = True
+    """Check the checksums of a checkpoint before it is loaded."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class EvalSetConfig:
+    """One evaluation set. Keys left out are taken from `[data]` and `[reward]`."""
+
+    name: str
+    """Name in metrics: `eval/NAME/…`."""
+    path: str
+    """As `data.path`."""
+    split: str | None = None
+    """As `data.split`."""
+    input_key: str | None = None
+    """As `data.input_key`."""
+    label_key: str | None = None
+    """As `data.label_key`."""
+    apply_chat_template: bool | None = None
+    """As `data.apply_chat_template`."""
+    system_prompt: str | None = None
+    """As `data.system_prompt`."""
+    reward: str | None = None
+    """As `reward.type`."""
+    samples_per_prompt: PositiveInt = 1
+    """k of avg@k and pass@k."""
+    max_response_tokens: PositiveInt | None = None
+    """As `rollout.max_response_tokens`."""
+    temperature: NonNegative = 0.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling."""
+    top_k: Count = 0
+    """0 is off."""
+    pass_threshold: float = 0.5
+    """A sample passes when its reward is above this."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class EvalConfig:
+    """Evaluation during training and by `lightrl eval`."""
+
+    every: Count = 0
+    """Steps between evaluations; 0 is off."""
+    at_start: bool = True
+    """Evaluate before the first step (only if `every` is set)."""
+    sets: list[EvalSetConfig] = field(default_factory=list)
+    """`[[eval.sets]]` tables."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class LogConfig:
+    """What a person sees."""
+
+    trackers: list[Literal["jsonl", "tensorboard", "wandb"]] = field(default_factory=lambda: ["jsonl", "tensorboard"])
+    """Where metrics go besides the console."""
+    progress: bool = True
+    """Progress bars on a terminal."""
+    print_samples: Count = 2
+    """Samples printed every `print_every` steps."""
+    print_every: PositiveInt = 10
+    """Steps between printed samples."""
+    save_samples: bool = True
+    """Write every sample to `dir/samples/` (read by `lightrl report`)."""
+    wandb_project: str | None = None
+    """Project of the W&B run."""
+    wandb_name: str | None = None
+    """Name of the W&B run; default: the name of `run.dir`."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Config:
+    """A whole run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def validate(self) -> list[tuple[str, str]]:
+        """Rules between sections, as (key, what is wrong and what to do); empty when all hold."""
+        problems: list[tuple[str, str]] = []
+        if self.algorithm.minibatches_per_step > self.rollout.prompts_per_step:
+            problems.append(
+                (
+                    "algorithm.minibatches_per_step",
+                    f"{self.algorithm.minibatches_per_step} minibatches from rollout.prompts_per_step = "
+                    f"{self.rollout.prompts_per_step} prompts: lower one or raise the other",
+                )
+            )
+        if self.optim.schedule == "wsd" and self.optim.decay_steps == 0:
+            problems.append(("optim.decay_steps", "optim.schedule = 'wsd' needs decay_steps > 0"))
+        updates = self.run.steps * self.algorithm.minibatches_per_step
+        if self.optim.warmup_steps + self.optim.decay_steps > updates:
+            problems.append(
+                (
+                    "optim.warmup_steps",
+                    f"warmup_steps + decay_steps = {self.optim.warmup_steps + self.optim.decay_steps} exceed the run's "
+                    f"{updates} updates (run.steps x algorithm.minibatches_per_step)",
+                )
+            )
+        if self.algorithm.constant_length is not None and self.algorithm.aggregation != "constant":
+            problems.append(("algorithm.constant_length", "only used by algorithm.aggregation = 'constant': drop it"))
+        if self.model.reference_path is not None and self.algorithm.kl_coef == 0:
+            problems.append(("model.reference_path", "a reference is only used with algorithm.kl_coef > 0"))
+        if self.algorithm.kl_in == "reward" and self.algorithm.kl_estimator == "k2":
+            problems.append(("algorithm.kl_estimator", "k2 is a loss, not a penalty on the reward: take k1 or k3"))
+        if self.eval.every and not self.eval.sets:
+            problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
+        names = [s.name for s in self.eval.sets]
+        problems += [("eval.sets", f"two sets are named {n!r}") for n in sorted({n for n in names if names.count(n) > 1})]
+        if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
+            problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
+        return problems
+
+    def required(self) -> list[tuple[str, str]]:
+        """Keys that training cannot do without and that are not set."""
+        missing = []
+        if not self.model.path:
+            missing.append(("model.path", "name a Hugging Face checkpoint (hub name or folder)"))
+        if not self.data.path:
+            missing.append(("data.path", "name a prompt set (jsonl, parquet, folder or hub dataset)"))
+        return missing
