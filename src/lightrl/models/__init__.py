@@ -1,0 +1,1 @@
+"""Hugging Face models: loading, patching, export."""
