@@ -1,0 +1,107 @@
+"""Log-probs and entropies of chosen tokens straight from hidden states, without the `[N, V]` logits in memory.
+
+Shapes: `N` response tokens, `H` hidden, `V` vocabulary. Everything after the matrix product is float32, whatever the
+inputs are: bfloat16 logits alone put a mean error of 2e-2 on log-probs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_KEEP_BYTES = 256 << 20  # up to here the softmax is kept for the backward pass instead of being computed again
+_CHUNK_BYTES = 64 << 20  # float32 logits computed at a time
+
+
+def linear_logprobs_reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """What `linear_logprobs` computes, in three lines with all logits in memory."""
+    logits = hidden.float() @ weight.float().T
+    logprobs = ((logits if bias is None else logits + bias.float()) / temperature).log_softmax(-1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy of its distribution, `softmax((hidden @ weight.T + bias) / temperature)`.
+
+    hidden [N, H], weight [V, H], targets [N] int64, bias [V] -> logprobs [N], entropy [N], float32, in nats. Both
+    outputs are differentiable in hidden, weight and bias. Logits exist for a chunk of rows at a time.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return _LinearLogprobs.apply(hidden, weight, targets, bias, temperature)
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """float32 `[n, V]`; a bfloat16 product on CUDA accumulates and returns float32."""
+    if rows.dtype == torch.float32 and weight.dtype == torch.float32:
+        logits = rows @ weight.T
+    elif rows.is_cuda and rows.dtype == weight.dtype:
+        logits = torch.mm(rows, weight.T, out_dtype=torch.float32)
+    else:
+        logits = rows.float() @ weight.float().T
+    if bias is not None:
+        logits += bias
+    return logits.div_(temperature) if temperature != 1.0 else logits
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, vocab = hidden.shape[0], weight.shape[0]
+        chunk = max(1, _CHUNK_BYTES // (4 * vocab))
+        keep = num_rows * vocab * 4 <= _KEEP_BYTES and any(ctx.needs_input_grad)
+        logprobs = hidden.new_empty(num_rows, dtype=torch.float32)
+        entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        kept: list[Tensor] = []
+        for start in range(0, num_rows, chunk):
+            rows = slice(start, start + chunk)
+            z = _logits(hidden[rows], weight, bias, temperature)
+            lse[rows] = z.logsumexp(-1)
+            logprobs[rows] = z.gather(-1, targets[rows, None])[:, 0] - lse[rows]
+            # logits of -inf (a masked vocabulary) have probability 0 and must not make 0 * inf = nan
+            log_p = (z - lse[rows, None]).clamp_min_(torch.finfo(z.dtype).min)
+            entropy[rows] = -(log_p.exp() * log_p).sum(-1)
+            if keep:
+                kept.append(z)
+        ctx.save_for_backward(hidden, weight, targets, bias, lse, entropy, *kept)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logprobs, grad_entropy = grads
+        hidden, weight, targets, bias, lse, entropy, *kept = ctx.saved_tensors
+        need_hidden, need_weight, _, need_bias, _ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
+        for i, start in enumerate(range(0, hidden.shape[0], ctx.chunk)):
+            rows = slice(start, start + ctx.chunk)
+            z = kept[i] if kept else _logits(hidden[rows], weight, bias, ctx.temperature)
+            log_p = (z - lse[rows, None]).clamp_min_(torch.finfo(z.dtype).min)
+            probs = log_p.exp()
+            # d logp_y = onehot(y) - p;  d entropy = -p (log p + entropy)
+            dz = -probs * (grad_logprobs[rows, None] + grad_entropy[rows, None] * (log_p + entropy[rows, None]))
+            dz.scatter_add_(-1, targets[rows, None], grad_logprobs[rows, None])
+            dz.div_(ctx.temperature)
+            if grad_hidden is not None:
+                grad_hidden[rows] = dz.to(weight.dtype) @ weight
+            if grad_weight is not None:
+                grad_weight += (dz.to(hidden.dtype).T @ hidden[rows]).float()
+            if grad_bias is not None:
+                grad_bias += dz.sum(0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+        )

@@ -1,0 +1,1 @@
+"""What a person sees: metrics, trackers, the console, sample dumps and the report."""

@@ -1,0 +1,1 @@
+"""New policy weights into engines."""

@@ -1,0 +1,1 @@
+"""The trainer and its parts: policy, packing, optimizer, checkpoints, evaluation."""

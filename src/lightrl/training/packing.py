@@ -1,0 +1,250 @@
+"""From scored samples to packed microbatches: who computes what, and the tensors it takes.
+
+Every rank sees the sizes of all samples and makes the same plan, so that minibatches hold the same groups whatever the
+number of ranks, each rank gets the same number of microbatches, and only samples that change rank travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from lightrl.training.balance import CostModel, karmarkar_karp
+from lightrl.types import Microbatch, Sample
+
+
+@dataclass(kw_only=True)
+class TrainSample:
+    """What training needs of a sample. Per-token lists align with the response."""
+
+    group_index: int
+    index: int
+    prompt: list[int]
+    response: list[int]
+    loss_mask: list[int]
+    rollout_logprobs: list[float] | None
+    advantage: float
+    """Advantage of every token of the response."""
+
+    @classmethod
+    def from_sample(cls, sample: Sample) -> TrainSample:
+        if sample.advantage is None:
+            raise ValueError(f"sample {sample.group_index}/{sample.index} has no advantage yet")
+        return cls(
+            group_index=sample.group_index,
+            index=sample.index,
+            prompt=sample.tokens[: sample.prompt_length],
+            response=sample.response_tokens,
+            loss_mask=sample.mask,
+            rollout_logprobs=sample.rollout_logprobs,
+            advantage=sample.advantage,
+        )
+
+
+@dataclass(frozen=True, order=True)
+class SampleSize:
+    """What a plan needs to know of a sample, wherever it is."""
+
+    group_index: int
+    index: int
+    owner: int  # rank that holds it
+    prompt: int
+    response: int
+    loss_tokens: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.group_index, self.index
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Samples that travel and are packed together: one, or several of a group that share their prompt's rows."""
+
+    samples: tuple[SampleSize, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Rows fed to the model: the prompt once, and each response but its last token."""
+        return self.samples[0].prompt + sum(s.response - 1 for s in self.samples)
+
+    @property
+    def targets(self) -> int:
+        return sum(s.response for s in self.samples)
+
+    @property
+    def pairs(self) -> float:
+        prompt = self.samples[0].prompt
+        return prompt**2 / 2 + sum((s.response - 1) * (prompt + s.response / 2) for s in self.samples)
+
+
+@dataclass(frozen=True)
+class MinibatchPlan:
+    """One optimizer update: `units[rank][microbatch]`, and what its losses are divided by."""
+
+    units: tuple[tuple[tuple[Unit, ...], ...], ...]
+    loss_tokens: int
+    sequences: int
+    """Samples with at least one loss token."""
+
+
+def plan_minibatches(
+    sizes: Sequence[SampleSize],
+    *,
+    world_size: int,
+    minibatches: int,
+    max_tokens: int,
+    share_prompts: bool,
+    cost: CostModel,
+) -> list[MinibatchPlan]:
+    """Split samples into minibatches of whole groups, over ranks by cost, and into microbatches of `max_tokens` rows.
+
+    Samples without a response are left out. A unit longer than `max_tokens` gets a microbatch of its own.
+    """
+    ordered = sorted(s for s in sizes if s.response > 0)
+    groups: dict[int, list[SampleSize]] = {}
+    for size in ordered:
+        groups.setdefault(size.group_index, []).append(size)
+    members = list(groups.values())
+    borders = [len(members) * i // minibatches for i in range(minibatches + 1)]
+    plans = []
+    for start, end in pairwise(borders):
+        samples = [s for group in members[start:end] for s in group]
+        limit = max_tokens
+        if world_size > 1:  # smaller units spread better over ranks
+            limit = min(limit, sum(s.prompt + s.response for s in samples) // (2 * world_size) + 1)
+        units = [u for group in members[start:end] for u in _units(group, limit if share_prompts else 0)]
+        plans.append(
+            MinibatchPlan(
+                units=_spread(units, world_size, max_tokens, cost),
+                loss_tokens=sum(s.loss_tokens for s in samples),
+                sequences=sum(s.loss_tokens > 0 for s in samples),
+            )
+        )
+    return plans
+
+
+def _units(group: list[SampleSize], limit: int) -> list[Unit]:
+    """Samples of one group in runs that fit `limit` rows; 0 keeps each alone."""
+    units: list[Unit] = []
+    for sample in group:
+        if units and units[-1].tokens + sample.response - 1 <= limit and units[-1].samples[0].prompt == sample.prompt:
+            units[-1] = Unit((*units[-1].samples, sample))
+        else:
+            units.append(Unit((sample,)))
+    return units
+
+
+def _spread(
+    units: list[Unit], world_size: int, max_tokens: int, cost: CostModel
+) -> tuple[tuple[tuple[Unit, ...], ...], ...]:
+    costs = [cost(u.tokens, u.pairs, u.targets) for u in units]
+    ranks = [[units[i] for i in part] for part in karmarkar_karp(costs, world_size)]
+    limit = max([max_tokens, *(u.tokens for u in units)])
+    count = max([1, *(-(-sum(u.tokens for u in part) // limit) for part in ranks)])
+    while True:
+        split = [karmarkar_karp([float(u.tokens) for u in part], count) for part in ranks]
+        if all(
+            sum(part[i].tokens for i in micro) <= limit
+            for part, micros in zip(ranks, split, strict=True)
+            for micro in micros
+        ):
+            break
+        count += 1
+    return tuple(
+        tuple(tuple(part[i] for i in micro) for micro in micros) for part, micros in zip(ranks, split, strict=True)
+    )
+
+
+def loss_weight(
+    plan: MinibatchPlan, loss_tokens: int, *, aggregation: str, constant_length: int
+) -> float:
+    """Share of one loss token in the loss of the update, for a sample with `loss_tokens` of them.
+
+    token_mean: 1 / all loss tokens. sequence_mean: 1 / (loss tokens of the sample x sequences). constant: 1 /
+    (sequences x constant_length), Dr.GRPO's unbiased sum. Over all ranks and microbatches the weighted sum of token
+    losses is the loss, so any split gives the same gradients.
+    """
+    if loss_tokens == 0:
+        return 0.0
+    if aggregation == "token_mean":
+        return 1.0 / plan.loss_tokens
+    if aggregation == "sequence_mean":
+        return 1.0 / (loss_tokens * plan.sequences)
+    if aggregation == "constant":
+        return 1.0 / (plan.sequences * constant_length)
+    raise ValueError(f"unknown aggregation {aggregation!r}")
+
+
+def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[float]], pad_token_id: int) -> Microbatch:
+    """Tensors of one microbatch on the host. Samples of a unit share their prompt's rows.
+
+    Without units, a single row that carries no loss: a rank with less work still takes part in every collective.
+    """
+    rows: list[int] = []
+    positions: list[int] = []
+    borders_q, borders_k = [0], [0]
+    kv: list[int] = []
+    logit_rows: list[int] = []
+    flat: dict[str, list[float]] = {name: [] for name in ("mask", "weight", "advantage", "rollout")}
+    targets: list[int] = []
+    sample_ids: list[int] = []
+    have_rollout = all(s.rollout_logprobs is not None for unit in units for s in unit)
+
+    def segment(tokens: list[int], first_position: int, keys_before: range) -> range:
+        start = len(rows)
+        rows.extend(tokens)
+        positions.extend(range(first_position, first_position + len(tokens)))
+        kv.extend(keys_before)
+        kv.extend(range(start, len(rows)))
+        borders_q.append(len(rows))
+        borders_k.append(len(kv))
+        return range(start, len(rows))
+
+    num_samples = 0
+    for unit, unit_weights in zip(units, weights, strict=True):
+        alone = len(unit) == 1
+        prompt = unit[0].prompt
+        shared = range(0) if alone else segment(prompt, 0, range(0))
+        for sample, weight in zip(unit, unit_weights, strict=True):
+            fed = sample.response[:-1]
+            if alone:
+                own = segment(prompt + fed, 0, range(0))
+                logit_rows.extend(own[len(prompt) - 1 :])
+            else:
+                own = segment(fed, len(prompt), shared) if fed else range(0)
+                logit_rows.append(shared[-1])
+                logit_rows.extend(own)
+            targets.extend(sample.response)
+            sample_ids.extend([num_samples] * len(sample.response))
+            flat["mask"].extend(sample.loss_mask)
+            flat["weight"].extend(weight * m for m in sample.loss_mask)
+            flat["advantage"].extend([sample.advantage] * len(sample.response))
+            if have_rollout:
+                flat["rollout"].extend(sample.rollout_logprobs or ())
+            num_samples += 1
+    if not rows:
+        segment([pad_token_id], 0, range(0))
+    lengths_q = [b - a for a, b in pairwise(borders_q)]
+    lengths_k = [b - a for a, b in pairwise(borders_k)]
+    shares = any(len(unit) > 1 for unit in units)
+    return Microbatch(
+        input_ids=torch.tensor(rows, dtype=torch.int64),
+        position_ids=torch.tensor(positions, dtype=torch.int64),
+        cu_seqlens_q=torch.tensor(borders_q, dtype=torch.int32),
+        cu_seqlens_k=torch.tensor(borders_k, dtype=torch.int32),
+        kv_index=torch.tensor(kv, dtype=torch.int64) if shares else None,
+        max_seqlen_q=max(lengths_q),
+        max_seqlen_k=max(lengths_k),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        targets=torch.tensor(targets, dtype=torch.int64),
+        sample_ids=torch.tensor(sample_ids, dtype=torch.int64),
+        loss_mask=torch.tensor(flat["mask"], dtype=torch.float32),
+        loss_weights=torch.tensor(flat["weight"], dtype=torch.float32),
+        advantages=torch.tensor(flat["advantage"], dtype=torch.float32),
+        rollout_logprobs=torch.tensor(flat["rollout"], dtype=torch.float32) if have_rollout else None,
+        num_samples=num_samples,
+    )
