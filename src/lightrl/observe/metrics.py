@@ -1,0 +1,163 @@
+"""Metrics that reduce over ranks: every rank tallies its own samples, tallies merge, the result is one flat dict.
+
+Merging carries sums and counts, never means, so two ranks with 5 and 1 samples give the mean of the 6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Literal
+
+from lightrl.types import SampleGroup, Status
+
+Kind = Literal["mean", "sum", "min", "max", "std"]
+
+
+class Tally:
+    """Named running statistics.
+
+    >>> a, b = Tally(), Tally()
+    >>> a.extend("length", [4, 6, 8]); b.add("length", 2)
+    >>> Tally.merged([a.to_dict(), b.to_dict()]).result()
+    {'length': 5.0}
+    """
+
+    def __init__(self) -> None:
+        # mean: [sum of weights, weighted sum]; std: [weight, mean, sum of squared deviations]; others: [value]
+        self._entries: dict[str, tuple[Kind, list[float]]] = {}
+
+    def add(self, name: str, value: float, weight: float = 1.0, kind: Kind = "mean") -> None:
+        """Count one value. `weight` matters for means and deviations; weight 0 counts nothing."""
+        if weight < 0:
+            raise ValueError(f"metric {name!r}: negative weight {weight}")
+        if weight == 0:
+            return
+        value = float(value)
+        states: dict[Kind, list[float]] = {"mean": [weight, weight * value], "std": [weight, value, 0.0]}
+        self._combine(name, kind, states.get(kind, [value]))
+
+    def extend(self, name: str, values: Iterable[float], kind: Kind = "mean") -> None:
+        """Count many values of weight 1."""
+        for value in values:
+            self.add(name, value, kind=kind)
+
+    def merge(self, others: Iterable[Tally]) -> Tally:
+        """Take in other tallies, in order; returns itself."""
+        for other in others:
+            for name, (kind, state) in other._entries.items():
+                self._combine(name, kind, list(state))
+        return self
+
+    def result(self) -> dict[str, float]:
+        """The metrics, in the order they were first added; names nothing was counted for are left out."""
+        return {name: _finish(kind, state) for name, (kind, state) in self._entries.items()}
+
+    def to_dict(self) -> dict[str, list[float | str]]:
+        """Plain lists `name -> [kind, numbers…]`: what ranks exchange."""
+        return {name: [kind, *state] for name, (kind, state) in self._entries.items()}
+
+    @classmethod
+    def merged(cls, states: Iterable[Mapping[str, Sequence[float | str]]]) -> Tally:
+        """One tally from what `to_dict` gave on every rank; the same on every rank when given in rank order."""
+        tally = cls()
+        for state in states:
+            for name, (kind, *numbers) in state.items():
+                tally._combine(name, kind, [float(n) for n in numbers])  # type: ignore[arg-type]
+        return tally
+
+    def _combine(self, name: str, kind: Kind, new: list[float]) -> None:
+        if name not in self._entries:
+            self._entries[name] = (kind, new)
+            return
+        known, old = self._entries[name]
+        if known != kind:
+            raise ValueError(f"metric {name!r} is tallied as {known!r} and as {kind!r}")
+        self._entries[name] = (kind, _combined(kind, old, new))
+
+
+def _combined(kind: Kind, a: list[float], b: list[float]) -> list[float]:
+    if kind in ("mean", "sum"):
+        return [x + y for x, y in zip(a, b, strict=True)]
+    if kind in ("min", "max"):
+        if math.isnan(a[0]) or math.isnan(b[0]):  # min() and max() would lose it, depending on the order
+            return [math.nan]
+        return [min(a[0], b[0]) if kind == "min" else max(a[0], b[0])]
+    # Chan, Golub, LeVeque 1979: squared deviations about the joint mean; no cancellation as with sums of squares.
+    weight, delta = a[0] + b[0], b[1] - a[1]
+    return [weight, a[1] + delta * b[0] / weight, a[2] + b[2] + delta * delta * a[0] * b[0] / weight]
+
+
+def _finish(kind: Kind, state: list[float]) -> float:
+    if kind == "mean":
+        return state[1] / state[0]
+    if kind == "std":
+        return math.sqrt(state[2] / state[0]) if not math.isnan(state[2]) else math.nan
+    return state[0]
+
+
+def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int) -> Tally:
+    """Rewards and lengths of this rank's groups; names and meanings are in docs/metrics.md.
+
+    Rewards are of scored samples, lengths of all that did not fail, shares of all samples. Deviations divide by the
+    number of samples, not by one less.
+    """
+    tally = Tally()
+    for group in groups:
+        rewards = [float(s.reward) for s in group.scored if s.reward is not None]
+        for kind in ("mean", "std", "max", "min"):
+            tally.extend(f"reward/{kind}", rewards, kind=kind)
+        if rewards:
+            tally.add("reward/group_std_mean", pstdev(rewards))
+            tally.add("reward/zero_spread_share", float(all(r == rewards[0] for r in rewards)))
+        for sample in group.samples:
+            tally.add("rollout/samples", 1, kind="sum")
+            tally.add("rollout/truncated_share", sample.status is Status.TRUNCATED)
+            tally.add("rollout/aborted_share", sample.status is Status.ABORTED)
+            tally.add("rollout/failed_share", sample.status is Status.FAILED)
+            tally.add("rollout/missing_think_share", bool(sample.metadata.get("missing_think", False)))
+            tally.add("rollout/prompt_length_mean", sample.prompt_length)
+            if sample.status is Status.FAILED:
+                continue
+            for kind in ("mean", "max", "min"):
+                tally.add(f"rollout/length_{kind}", sample.response_length, kind=kind)  # type: ignore[arg-type]
+            tally.add("rollout/response_tokens", sample.response_length, kind="sum")
+            tally.add("rollout/budget_used", sample.response_length / max_response_tokens)
+    return tally
+
+
+def eval_metrics(name: str, groups: Iterable[SampleGroup], k: int, threshold: float) -> Tally:
+    """Metrics of one evaluation set, a prompt's samples in each group.
+
+    `avg@k` is the mean over prompts of the mean reward of their scored samples. `pass@j`, for the powers of two up to
+    `k` and `k` itself, is the chance that one of j answers has a reward above `threshold`; a failed sample passes not.
+    """
+    tally = Tally()
+    ranks = sorted({2**i for i in range(k.bit_length()) if 2**i <= k} | {k})
+    for group in groups:
+        rewards = [float(s.reward) for s in group.scored if s.reward is not None]
+        tally.add(f"eval/{name}/prompts", 1, kind="sum")
+        if rewards:
+            tally.add(f"eval/{name}/avg@{k}", fmean(rewards))
+        passed = sum(r > threshold for r in rewards)
+        for j in ranks:
+            if j <= len(group.samples):
+                tally.add(f"eval/{name}/pass@{j}", pass_at_k(len(group.samples), passed, j))
+        for sample in group.samples:
+            tally.add(f"eval/{name}/truncated_share", sample.status is Status.TRUNCATED)
+            tally.add(f"eval/{name}/failed_share", sample.status is Status.FAILED)
+            if sample.status is not Status.FAILED:
+                tally.add(f"eval/{name}/length_mean", sample.response_length)
+    return tally
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Unbiased chance that at least one of `k` answers passes (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    if not 0 < k <= num_samples or not 0 <= num_passed <= num_samples:
+        raise ValueError(f"pass@{k} of {num_passed} passes in {num_samples} samples is undefined")
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
