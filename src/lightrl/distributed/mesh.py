@@ -1,0 +1,123 @@
+"""Process groups and the device mesh. The only place that reads torchrun's environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightrl.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This rank's place among all ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh
+    """Axes `replicate` x `shard`."""
+    cpu_group: Any
+    """gloo group of all ranks, for records and waiting; None in a world of one."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, record: Any) -> list[Any]:
+        """The record of every rank, on every rank."""
+        if self.size == 1:
+            return [record]
+        records: list[Any] = [None] * self.size
+        dist.all_gather_object(records, record, group=self.cpu_group)
+        return records
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=self.cpu_group)
+
+    def exchange(self, outgoing: list[list[Any]]) -> list[Any]:
+        """Send `outgoing[r]` to rank r; returns what came in, by sender. Only what changes rank travels."""
+        if self.size == 1:
+            return outgoing[0]
+        blobs = [_encode(records) for records in outgoing]
+        blobs[self.rank] = torch.empty(0, dtype=torch.uint8)
+        sizes = self.gather([blob.numel() for blob in blobs])
+        incoming = [torch.empty(sizes[sender][self.rank], dtype=torch.uint8) for sender in range(self.size)]
+        received = torch.empty(sum(t.numel() for t in incoming), dtype=torch.uint8)
+        dist.all_to_all_single(
+            received,
+            torch.cat(blobs),
+            [t.numel() for t in incoming],
+            [blob.numel() for blob in blobs],
+            group=self.cpu_group,
+        )
+        parts = received.split([t.numel() for t in incoming])
+        return [
+            record
+            for sender, part in enumerate(parts)
+            for record in (outgoing[self.rank] if sender == self.rank else _decode(part))
+        ]
+
+
+def _encode(records: list[Any]) -> torch.Tensor:
+    """Records of our own between ranks of our own job: pickled as torch's object collectives do."""
+    import pickle
+
+    return torch.frombuffer(bytearray(pickle.dumps(records)), dtype=torch.uint8)
+
+
+def _decode(blob: torch.Tensor) -> list[Any]:
+    import pickle
+
+    records: list[Any] = pickle.loads(blob.numpy().tobytes())
+    return records
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """`auto`, `cpu` or `cuda` -> this rank's device."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("run.device: 'cuda' asked for, but torch sees no GPU: set run.device = 'cpu' or 'auto'")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} visible): "
+            "lower torchrun's --nproc-per-node"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def init_world(device: str = "auto", shard_size: int | None = None, timeout: float = 1800.0) -> World:
+    """Join the torchrun job, or be a world of one without it. A process group that exists is taken as it is."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    shard = size if shard_size is None else shard_size
+    if size % shard:
+        raise UserError(f"parallel.shard_size: {shard} does not divide the {size} ranks of this run")
+    here = pick_device(device, local_rank)
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    if not dist.is_initialized():
+        limit = timedelta(seconds=timeout)
+        backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=limit)
+        else:  # a store in memory: no port is opened
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    mesh = init_device_mesh(here.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if size > 1 else None
+    return World(rank=rank, size=size, local_rank=local_rank, device=here, mesh=mesh, cpu_group=group)
+
+
+def close_world() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,73 @@
+"""AdamW on sharded parameters, its schedule, and one safe step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightrl.config.schema import OptimConfig
+
+
+def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """Matrices decay, norms and biases do not. State is float32 and sharded as the parameters are."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    # lr as a float: a tensor would not broadcast with sharded parameters
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, foreach=True
+    )
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total_updates: int) -> LambdaLR:
+    return LambdaLR(optimizer, lambda update: lr_factor(update, config, total_updates))
+
+
+def lr_factor(update: int, config: OptimConfig, total_updates: int) -> float:
+    """Share of the peak rate at update 0, 1, 2, …
+
+    Warm-up rises linearly to 1 over `warmup_steps` updates, the first of which is not 0: (update + 1) / warmup_steps.
+    Then constant; or linear / cosine down to `min_lr_ratio` at `total_updates`; or constant and linear over the last
+    `decay_steps` (WSD, arXiv:2404.06395).
+    """
+    if update < config.warmup_steps:
+        return (update + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    start = total_updates - config.decay_steps if config.schedule == "wsd" else config.warmup_steps
+    progress = min(max((update - start) / max(total_updates - start, 1), 0.0), 1.0)
+    share = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * share
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer, schedule: LambdaLR, parameters: Sequence[nn.Parameter], max_grad_norm: float
+) -> tuple[float, bool]:
+    """Clip by the global norm and step. Returns (norm before clipping, stepped).
+
+    The norm is over all ranks, so a gradient that is not finite anywhere makes every rank skip the step together. The
+    schedule advances either way: it counts updates, not successes.
+    """
+    norm = grad_norm(parameters)
+    finite = math.isfinite(norm)
+    if finite:
+        if max_grad_norm > 0 and norm > max_grad_norm:
+            scale = max_grad_norm / (norm + 1e-6)
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    schedule.step()
+    return norm, finite
+
+
+@torch.no_grad()
+def grad_norm(parameters: Sequence[nn.Parameter]) -> float:
+    """L2 norm of all gradients over all ranks."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,0 +1,146 @@
+"""The policy: a sharded Hugging Face model whose forward returns log-probs and entropies of response tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrl.config.schema import ModelConfig
+from lightrl.distributed import fsdp
+from lightrl.distributed.mesh import World
+from lightrl.kernels.logprob import linear_logprobs
+from lightrl.models import attention, load, registry
+from lightrl.models.attention import Segments
+from lightrl.types import Microbatch
+
+
+class PolicyModule(nn.Module):
+    """Root of the FSDP tree. The loss's inputs are computed inside its forward, where the head's weight is whole."""
+
+    def __init__(self, model: nn.Module, *, packed: bool) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.packed = packed
+
+    def forward(self, batch: Microbatch, segments: Segments | None, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs [N] and entropies [N] of the microbatch's targets, float32."""
+        if not self.packed:
+            return self._padded(batch, temperature)
+        hidden = self.model.base_model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=None,
+            use_cache=False,
+            segments=segments,
+        ).last_hidden_state[0]
+        head = self.model.get_output_embeddings()
+        return linear_logprobs(
+            hidden[batch.logit_rows], head.weight, batch.targets, bias=head.bias, temperature=temperature
+        )
+
+    def _padded(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """One right-padded row a segment through the stock model: exact for any causal LM."""
+        lengths = batch.cu_seqlens_q.diff().long()
+        width = int(lengths.max())
+        mask = torch.arange(width, device=lengths.device) < lengths[:, None]
+        ids = batch.input_ids.new_zeros(mask.shape)
+        ids[mask] = batch.input_ids
+        logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+        logprobs = (logits[mask][batch.logit_rows].float() / temperature).log_softmax(-1)
+        return logprobs.gather(-1, batch.targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+@dataclass(kw_only=True)
+class Policy:
+    """A model on this rank, sharded over the world."""
+
+    module: PolicyModule
+    hf_config: Any
+    source: Path
+    """Folder of the checkpoint it was loaded from."""
+    compute_dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def load(cls, config: ModelConfig, world: World, *, path: str | None = None, frozen: bool = False) -> Policy:
+        """Stream a checkpoint into shards; `frozen` (a reference) holds them in compute precision, without gradients."""
+        source = load.resolve_checkpoint(path or config.path, None if path else config.revision)
+        hf_config = load.load_config(source, trust_remote_code=config.trust_remote_code)
+        dtype = compute_dtype(config.compute_dtype, world.device)
+        packed = registry.packs_exactly(hf_config)
+        model = load.empty_model(hf_config, dtype=dtype if frozen else torch.float32)
+        if packed:
+            model.set_attn_implementation(attention.register())
+        module = PolicyModule(model, packed=packed)
+        if frozen:
+            module.requires_grad_(False)
+        fsdp.shard(
+            module,
+            model,
+            world.mesh,
+            compute_dtype=dtype,
+            activation_checkpointing=config.activation_checkpointing and not frozen,
+        )
+        module.to_empty(device=world.device)
+        load.load_weights(model, source, trust_remote_code=config.trust_remote_code)
+        module.eval()  # no dropout: what is trained is what was sampled from
+        return cls(module=module, hf_config=hf_config, source=source, compute_dtype=dtype, device=world.device)
+
+    @property
+    def model(self) -> Any:
+        """The Hugging Face causal LM."""
+        return self.module.model
+
+    def __call__(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [N], with gradients where enabled. Every rank must call it as often."""
+        segments = Segments.from_microbatch(batch, self.device) if self.module.packed else None
+        return self.module(to_device(batch, self.device), segments, temperature)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def logprobs(self, batch: Microbatch, temperature: float) -> Tensor:
+        """[N] float32 on the host."""
+        return self(batch, temperature)[0].cpu()
+
+    def lend(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights in compute precision under their Hugging Face names, valid until `reclaim`. A collective."""
+        fsdp.unshard_all(self.module)
+        return fsdp.named_whole_tensors(self.model)
+
+    def reclaim(self) -> None:
+        """Back to shards; what was lent is freed."""
+        fsdp.reshard_all(self.module)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it natively (emulated on a CPU it is several times slower)."""
+    if name == "auto":
+        return torch.bfloat16 if native_bfloat16(device) else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def native_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.backends.cpu.get_cpu_capability()
+    return capabilities in ("AVX512_BF16", "AMX") or any(
+        check() for check in (getattr(torch.cpu, n, None) for n in _CPU_CHECKS) if check is not None
+    )
+
+
+_CPU_CHECKS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+
+
+def to_device(batch: Microbatch, device: torch.device) -> Microbatch:
+    """The microbatch's tensors on `device`."""
+    if device.type == "cpu":
+        return batch
+    moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
+    return Microbatch(**moved)

@@ -1,0 +1,121 @@
+"""One optimizer update: losses of a minibatch's microbatches, backward, step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightrl.algorithms.losses import clipped_policy_loss, kl_divergence
+from lightrl.config.schema import AlgorithmConfig
+from lightrl.distributed.fsdp import set_gradient_sync
+from lightrl.observe.metrics import Tally
+from lightrl.training.optim import optimizer_step
+from lightrl.training.policy import Policy, to_device
+from lightrl.types import Microbatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateResult:
+    grad_norm: float
+    stepped: bool
+    """False: some gradient was not finite, and every rank skipped the step."""
+    lr: float
+
+
+def update(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    schedule: LambdaLR,
+    minibatch: Sequence[Microbatch],
+    config: AlgorithmConfig,
+    *,
+    temperature: float,
+    max_grad_norm: float,
+    tally: Tally,
+) -> UpdateResult:
+    """Add up gradients over microbatches and step once. Ranks reduce only in the last backward."""
+    lr = float(optimizer.param_groups[0]["lr"])
+    for i, batch in enumerate(minibatch):
+        set_gradient_sync(policy.module, i == len(minibatch) - 1)
+        logprobs, entropy = policy(batch, temperature)
+        microbatch_loss(logprobs, entropy, to_device(batch, policy.device), config, tally).backward()
+    norm, stepped = optimizer_step(optimizer, schedule, policy.parameters(), max_grad_norm)
+    return UpdateResult(grad_norm=norm, stepped=stepped, lr=lr)
+
+
+def microbatch_loss(
+    logprobs: Tensor, entropy: Tensor, batch: Microbatch, config: AlgorithmConfig, tally: Tally
+) -> Tensor:
+    """This microbatch's share of the update's loss, scalar.
+
+    Without `old_logprobs` the samples are from these very weights: the old policy is the present one, and the ratio is
+    1 with its gradient intact.
+    """
+    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    policy_loss = clipped_policy_loss(
+        logprobs,
+        old,
+        batch.advantages,
+        clip_low=config.clip_low,
+        clip_high=config.clip_low if config.clip_high is None else config.clip_high,
+    )
+    token_loss = policy_loss.loss
+    if config.entropy_coef:
+        token_loss = token_loss - config.entropy_coef * entropy
+    kl = None
+    if batch.ref_logprobs is not None:
+        kl = kl_divergence(logprobs, batch.ref_logprobs, config.kl_estimator)
+        if config.kl_in == "loss":
+            token_loss = token_loss + config.kl_coef * kl
+    counted = batch.loss_mask > 0
+    token_loss = token_loss.masked_fill(~counted, 0.0)
+    _record(batch, logprobs.detach(), old, entropy.detach(), policy_loss, kl, counted, tally)
+    # the sum over no token still reaches every parameter, so that all ranks reduce the same gradients
+    return (token_loss * batch.loss_weights).sum()
+
+
+def _record(
+    batch: Microbatch,
+    logprobs: Tensor,
+    old: Tensor,
+    entropy: Tensor,
+    policy_loss: object,
+    kl: Tensor | None,
+    counted: Tensor,
+    tally: Tally,
+) -> None:
+    """Token means over the loss mask, whatever the aggregation of the loss."""
+    tokens = float(counted.sum())
+    if not tokens:
+        return
+    weights = batch.loss_weights
+
+    def mean(name: str, values: Tensor) -> None:
+        tally.add(name, float(values[counted].mean()), weight=tokens)
+
+    tally.add("loss/policy", float((policy_loss.loss.detach() * weights)[counted].sum()), kind="sum")  # type: ignore[attr-defined]
+    mean("policy/entropy", entropy)
+    mean("policy/clip_fraction", policy_loss.clipped.float())  # type: ignore[attr-defined]
+    mean("policy/ratio_mean", policy_loss.ratio)  # type: ignore[attr-defined]
+    tally.add("policy/ratio_max", float(policy_loss.ratio[counted].max()), kind="max")  # type: ignore[attr-defined]
+    mean("kl/old", kl_divergence(logprobs, old, "k3"))
+    if kl is not None:
+        mean("kl/reference", kl.detach())
+
+
+def mismatch_metrics(batch: Microbatch, logprobs: Tensor, tally: Tally) -> None:
+    """How far the engine's log-probs are from the trainer's, for the weights that sampled: 0 if both were exact."""
+    if batch.rollout_logprobs is None:
+        return
+    counted = batch.loss_mask > 0
+    if not bool(counted.any()):
+        return
+    mine, engine = logprobs.cpu()[counted], batch.rollout_logprobs[counted]
+    tokens = float(counted.sum())
+    tally.add("mismatch/logprob_abs_diff", float((mine - engine).abs().mean()), weight=tokens)
+    tally.add("mismatch/logprob_abs_diff_max", float((mine - engine).abs().max()), kind="max")
+    tally.add("mismatch/kl_k3", float(kl_divergence(engine, mine, "k3").mean()), weight=tokens)
