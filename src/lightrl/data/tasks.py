@@ -1,0 +1,46 @@
+"""Prompt sets that are generated here: the quickstart's arithmetic."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+SYSTEM_PROMPT = "Answer with a number only."
+HELD_OUT = 40
+
+
+def arithmetic(seed: int = 0) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All sums and differences of two one-digit numbers, split at random: (train rows, test rows).
+
+    The 200 expressions are those of reasoning-gym's `chain_sum` with two terms of one digit (a test compares them).
+    They are listed here, because that package needs a C compiler to install. Each occurs once: the `HELD_OUT` test
+    expressions are never trained on. Same seed, same rows.
+
+    A row: {"input": [system message, {"role": "user", "content": "What is 4 - 1?"}], "label": "3",
+    "metadata": {"expression": "4 - 1"}}.
+    """
+    digits = range(10)
+    sums = [(f"{a} + {b}", a + b) for a in digits for b in digits]
+    differences = [(f"{a} - {b}", a - b) for a in digits for b in digits]
+    rows = [_row(expression, answer) for expression, answer in sums + differences]
+    random.Random(seed).shuffle(rows)
+    return rows[HELD_OUT:], rows[:HELD_OUT]
+
+
+def write_arithmetic(out: Path, seed: int = 0) -> Path:
+    """Write `train.jsonl` and `test.jsonl` into the folder `out`; the same bytes every time."""
+    train, test = arithmetic(seed)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", train), ("test", test)):
+        partial = out / f".{name}.jsonl.partial.{os.getpid()}"
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        partial.replace(out / f"{name}.jsonl")
+    return out
+
+
+def _row(expression: str, answer: int) -> dict[str, Any]:
+    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": f"What is {expression}?"}]
+    return {"input": messages, "label": str(answer), "metadata": {"expression": expression}}

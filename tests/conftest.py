@@ -1,0 +1,191 @@
+"""Fixtures of all tiers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, Qwen3Config
+
+ROOT = Path(__file__).resolve().parent.parent
+SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # numbers that do not depend on the machine's cores
+    "OMP_WAIT_POLICY": "passive",  # waiting threads sleep: up to three times faster where cores are shared
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def pytest_configure() -> None:
+    """Set the environment before any test module imports torch or transformers; subprocesses inherit it."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what this machine cannot run."""
+    for mark, needed in (("gpu", 1), ("gpu2", 2)):
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        if marked and (found := _num_gpus()) < needed:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {found}"))
+    marked = [item for item in items if item.get_closest_marker("model")]
+    if marked and (reason := _smollm2_missing()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _smollm2_missing() -> str | None:
+    from lightrl.models.fetch import is_complete
+
+    if is_complete(SMOLLM2):
+        return None
+    return f"no {SMOLLM2.relative_to(ROOT)}: run `lightrl fetch smollm2-135m` in {ROOT.name}/"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of the fetched SmolLM2-135M-Instruct (float32, 538 MB); the test is skipped without it."""
+    if reason := _smollm2_missing():
+        pytest.skip(reason)
+    return SMOLLM2
+
+
+@pytest.fixture
+def tiny_llama() -> Callable[..., LlamaConfig]:
+    """`tiny_llama(**changes)`: config of a Llama of 2 layers, grouped heads, vocabulary 128."""
+
+    def make(**changes: Any) -> LlamaConfig:
+        from transformers import LlamaConfig
+
+        return LlamaConfig(**{**_TINY, **changes})
+
+    return make
+
+
+@pytest.fixture
+def tiny_qwen3() -> Callable[..., Qwen3Config]:
+    """`tiny_qwen3(**changes)`: as `tiny_llama`, with q and k norms, a head size of its own and a tied head."""
+
+    def make(**changes: Any) -> Qwen3Config:
+        from transformers import Qwen3Config
+
+        return Qwen3Config(**{**_TINY, "head_dim": 16, "tie_word_embeddings": True, **changes})
+
+    return make
+
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+_CALL = """import importlib.util, sys
+spec = importlib.util.spec_from_file_location("called", {file!r})
+module = importlib.util.module_from_spec(spec)
+sys.modules["called"] = module
+sys.path.insert(0, {folder!r})
+spec.loader.exec_module(module)
+if __name__ == "__main__":
+    module.{function}(*sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def run_distributed(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """`run_distributed(target, nproc=2, *args, timeout=120, env=None) -> output` under torchrun on this machine.
+
+    `target`: a script, a `-m` module name, or a module-level function, which gets `args` as strings on every rank.
+    torchrun picks a free port itself. A run that fails, or is not over after `timeout` seconds, fails the test and
+    shows its output; its processes are gone when the call returns.
+    """
+    started: list[subprocess.Popen[str]] = []
+
+    def run(
+        target: Path | str | Callable[..., None],
+        nproc: int = 2,
+        *args: str | Path,
+        timeout: float = 120,
+        env: dict[str, str] | None = None,
+    ) -> str:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+        if callable(target):
+            command.append(str(_script_calling(target, tmp_path)))
+        elif str(target).endswith(".py"):
+            command.append(str(target))
+        else:
+            command += ["-m", str(target)]
+        process = subprocess.Popen(
+            command + [str(arg) for arg in args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+        started.append(process)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            kill_tree(process.pid)
+            output, _ = process.communicate()
+            pytest.fail(f"not over after {timeout} s: {' '.join(command)}\n{output}", pytrace=False)
+        if process.returncode:
+            pytest.fail(f"exit code {process.returncode}: {' '.join(command)}\n{output}", pytrace=False)
+        return output
+
+    yield run
+    for process in started:
+        if process.poll() is None:  # the test itself was interrupted
+            kill_tree(process.pid)
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL a process and its descendants: torchrun's workers lead sessions of their own, a group would miss them."""
+    import psutil
+
+    try:
+        parent = psutil.Process(pid)
+        family = [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for process in family:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(family[1:], timeout=10)
+
+
+def _script_calling(function: Callable[..., None], folder: Path) -> Path:
+    file = Path(sys.modules[function.__module__].__file__ or "")
+    script = folder / f"call_{function.__name__}.py"
+    script.write_text(_CALL.format(file=str(file), folder=str(file.parent), function=function.__qualname__))
+    return script
