@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightrl.algorithms.losses import clipped_policy_loss, kl_divergence
+from lightrl.algorithms.losses import PolicyLoss, clipped_policy_loss, kl_divergence
 from lightrl.config.schema import AlgorithmConfig
 from lightrl.distributed.fsdp import set_gradient_sync
 from lightrl.observe.metrics import Tally
@@ -73,48 +73,53 @@ def microbatch_loss(
             token_loss = token_loss + config.kl_coef * kl
     counted = batch.loss_mask > 0
     token_loss = token_loss.masked_fill(~counted, 0.0)
-    _record(batch, logprobs.detach(), old, entropy.detach(), policy_loss, kl, counted, tally)
     # the sum over no token still reaches every parameter, so that all ranks reduce the same gradients
-    return (token_loss * batch.loss_weights).sum()
+    loss = (token_loss * batch.loss_weights).sum()
+    if bool(counted.any()):
+        with torch.no_grad():
+            _record(batch, loss, logprobs, old, entropy, policy_loss, kl, counted, tally)
+    return loss
 
 
 def _record(
     batch: Microbatch,
+    loss: Tensor,
     logprobs: Tensor,
     old: Tensor,
     entropy: Tensor,
-    policy_loss: object,
+    policy_loss: PolicyLoss,
     kl: Tensor | None,
     counted: Tensor,
     tally: Tally,
 ) -> None:
-    """Token means over the loss mask, whatever the aggregation of the loss."""
+    """Losses as they are summed; the rest are token means over the loss mask, whatever the aggregation."""
     tokens = float(counted.sum())
-    if not tokens:
-        return
-    weights = batch.loss_weights
-
-    def mean(name: str, values: Tensor) -> None:
-        tally.add(name, float(values[counted].mean()), weight=tokens)
-
-    tally.add("loss/policy", float((policy_loss.loss.detach() * weights)[counted].sum()), kind="sum")  # type: ignore[attr-defined]
-    mean("policy/entropy", entropy)
-    mean("policy/clip_fraction", policy_loss.clipped.float())  # type: ignore[attr-defined]
-    mean("policy/ratio_mean", policy_loss.ratio)  # type: ignore[attr-defined]
-    tally.add("policy/ratio_max", float(policy_loss.ratio[counted].max()), kind="max")  # type: ignore[attr-defined]
-    mean("kl/old", kl_divergence(logprobs, old, "k3"))
+    means = {
+        "loss/entropy": entropy,
+        "policy/clip_fraction": policy_loss.clipped.float(),
+        "policy/ratio_mean": policy_loss.ratio,
+        "policy/kl_old": kl_divergence(logprobs, old, "k3"),
+    }
     if kl is not None:
-        mean("kl/reference", kl.detach())
+        means["loss/kl"] = kl
+    tally.add("loss/total", float(loss), kind="sum")
+    tally.add("loss/policy", float((policy_loss.loss * batch.loss_weights)[counted].sum()), kind="sum")
+    for name, values in means.items():
+        tally.add(name, float(values[counted].mean()), weight=tokens)
+    tally.add("policy/ratio_max", float(policy_loss.ratio[counted].max()), kind="max")
+    tally.add("policy/ratio_min", float(policy_loss.ratio[counted].min()), kind="min")
+    if batch.old_logprobs is None:
+        mismatch_metrics(batch, logprobs, tally)
 
 
 def mismatch_metrics(batch: Microbatch, logprobs: Tensor, tally: Tally) -> None:
     """How far the engine's log-probs are from the trainer's, for the weights that sampled: 0 if both were exact."""
     if batch.rollout_logprobs is None:
         return
-    counted = batch.loss_mask > 0
+    counted = batch.loss_mask.to(logprobs.device) > 0
     if not bool(counted.any()):
         return
-    mine, engine = logprobs.cpu()[counted], batch.rollout_logprobs[counted]
+    mine, engine = logprobs[counted], batch.rollout_logprobs.to(logprobs.device)[counted]
     tokens = float(counted.sum())
     tally.add("mismatch/logprob_abs_diff", float((mine - engine).abs().mean()), weight=tokens)
     tally.add("mismatch/logprob_abs_diff_max", float((mine - engine).abs().max()), kind="max")

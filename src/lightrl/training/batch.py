@@ -1,0 +1,73 @@
+"""From this rank's samples to this rank's share of every minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightrl.distributed.mesh import World
+from lightrl.training.balance import CostModel
+from lightrl.training.packing import MinibatchPlan, SampleSize, TrainSample, loss_weight, pack, plan_minibatches
+from lightrl.types import Microbatch
+
+
+def build_minibatches(
+    samples: Sequence[TrainSample],
+    world: World,
+    *,
+    minibatches: int,
+    max_tokens: int,
+    share_prompts: bool,
+    aggregation: str,
+    constant_length: int,
+    cost: CostModel,
+    pad_token_id: int,
+) -> list[list[Microbatch]]:
+    """Plan together, exchange what changes rank, pack. `result[update][microbatch]`, as many on every rank.
+
+    Updates without a single loss token anywhere are left out, on all ranks alike.
+    """
+    mine = [
+        SampleSize(s.group_index, s.index, world.rank, len(s.prompt), len(s.response), sum(s.loss_mask))
+        for s in samples
+    ]
+    sizes = [size for part in world.gather(mine) for size in part]
+    plans = plan_minibatches(
+        sizes,
+        world_size=world.size,
+        minibatches=minibatches,
+        max_tokens=max_tokens,
+        share_prompts=share_prompts,
+        cost=cost,
+    )
+    plans = [p for p in plans if p.loss_tokens > 0]
+    held = _exchange(samples, plans, world)
+
+    def tensors(plan: MinibatchPlan) -> list[Microbatch]:
+        batches = []
+        for micro in plan.units[world.rank]:
+            units = [[held[s.key] for s in unit.samples] for unit in micro]
+            weights = [
+                [
+                    loss_weight(plan, s.loss_tokens, aggregation=aggregation, constant_length=constant_length)
+                    for s in unit.samples
+                ]
+                for unit in micro
+            ]
+            batches.append(pack(units, weights, pad_token_id))
+        return batches
+
+    return [tensors(plan) for plan in plans]
+
+
+def _exchange(
+    samples: Sequence[TrainSample], plans: Sequence[MinibatchPlan], world: World
+) -> dict[tuple[int, int], TrainSample]:
+    """Every sample this rank will train on, by key."""
+    mine = {(s.group_index, s.index): s for s in samples}
+    outgoing: list[list[TrainSample]] = [[] for _ in range(world.size)]
+    for plan in plans:
+        for rank, micros in enumerate(plan.units):
+            for size in (s for micro in micros for unit in micro for s in unit.samples):
+                if size.owner == world.rank:
+                    outgoing[rank].append(mine[size.key])
+    return {(s.group_index, s.index): s for s in world.exchange(outgoing)}

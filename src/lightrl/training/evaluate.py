@@ -1,0 +1,101 @@
+"""Evaluation sets: avg@k and pass@k with their own sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightrl.config.schema import Config, DataConfig, EvalSetConfig, RewardConfig
+from lightrl.data import PromptSet, load_prompts
+from lightrl.distributed.mesh import World
+from lightrl.engine.base import Engine, SamplingParams
+from lightrl.observe.console import Console
+from lightrl.observe.dumps import SampleWriter
+from lightrl.observe.metrics import Tally, eval_metrics
+from lightrl.rewards import Scorer, check_labels
+from lightrl.rollout.collect import collect, run_async
+
+
+@dataclass(kw_only=True)
+class EvalSet:
+    config: EvalSetConfig
+    prompts: PromptSet
+    scorer: Scorer
+    sampling: SamplingParams
+
+
+def load_eval_sets(
+    config: Config, tokenizer: Any, context_length: int, custom_reward: Callable[..., Any] | None
+) -> list[EvalSet]:
+    """Read every set; keys left out come from `[data]`, `[reward]` and `[rollout]`. Errors before any model loads."""
+    sets = []
+    for spec in config.eval.sets:
+        limit = spec.max_response_tokens or config.rollout.max_response_tokens
+        data = _data_config(config.data, spec)
+        prompts = load_prompts(data, tokenizer, context_length=context_length, max_response_tokens=limit)
+        reward = config.reward if spec.reward is None else replace(config.reward, type=spec.reward)
+        custom = custom_reward if spec.reward is None else None
+        scorer = _scorer(reward, custom)
+        if custom is None:
+            check_labels(prompts, reward)
+        sampling = SamplingParams(
+            max_new_tokens=limit,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
+            stop=tuple(config.rollout.stop),
+            stop_token_ids=tuple(config.rollout.stop_token_ids),
+        )
+        sets.append(EvalSet(config=spec, prompts=prompts, scorer=scorer, sampling=sampling))
+    return sets
+
+
+def _data_config(data: DataConfig, spec: EvalSetConfig) -> DataConfig:
+    names = ("split", "input_key", "label_key", "apply_chat_template", "system_prompt")
+    given = {n: getattr(spec, n) for n in names if getattr(spec, n) is not None}
+    return replace(data, path=spec.path, shuffle=False, **given)
+
+
+def _scorer(reward: RewardConfig, custom: Callable[..., Any] | None) -> Scorer:
+    return Scorer(reward, custom=custom)
+
+
+def evaluate(
+    engine: Engine,
+    sets: Sequence[EvalSet],
+    *,
+    world: World,
+    decode: Callable[[list[int]], str],
+    seed: int,
+    step: int,
+    console: Console,
+    writer: SampleWriter | None,
+) -> dict[str, float]:
+    """Metrics of all sets, equal on every rank. Prompts are dealt out over ranks; the weights are in the engine.
+
+    The same seed draws the same samples at every step, so curves are not shaken by luck of the draw.
+    """
+    metrics: dict[str, float] = {}
+    for eval_set in sets:
+        spec = eval_set.config
+        prompts = list(enumerate(eval_set.prompts))[world.rank :: world.size]
+        with console.progress(f"evaluating {spec.name}", total=len(prompts) * spec.samples_per_prompt) as bar:
+            groups = run_async(
+                collect(
+                    engine,
+                    prompts,
+                    sampling=eval_set.sampling,
+                    group_size=spec.samples_per_prompt,
+                    scorer=eval_set.scorer,
+                    decode=decode,
+                    seed=seed,
+                    stream=f"eval/{spec.name}",
+                    on_group=lambda group: bar.advance(len(group.samples)),  # noqa: B023 - used within the block
+                )
+            )
+        if writer is not None:
+            writer.write(step, [s for g in groups for s in g.samples], eval_name=spec.name)
+        tally = eval_metrics(spec.name, groups, spec.samples_per_prompt, spec.pass_threshold)
+        metrics |= Tally.merged(world.gather(tally.to_dict())).result()
+    return metrics
