@@ -127,7 +127,8 @@ class Microbatch:
     rollout_logprobs: Tensor | None = None  # [N] float32
     old_logprobs: Tensor | None = None  # [N] float32
     ref_logprobs: Tensor | None = None  # [N] float32
-    num_samples: int = 0
+    sample_keys: list[tuple[int, int]] = field(default_factory=list)
+    """(group_index, index) of sample 0..M-1."""
 
     @property
     def num_tokens(self) -> int:

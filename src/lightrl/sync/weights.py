@@ -1,9 +1,8 @@
-"""From the sharded policy into the engine, and back to training."""
+"""From the sharded policy into the engine, and memory back to training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -19,17 +18,16 @@ class Lender(Protocol):
     def reclaim(self) -> None: ...
 
 
-@contextmanager
-def weights_in_engine(policy: Lender, engine: Engine, version: int) -> Iterator[Engine]:
-    """The engine holds version `version` of the policy's weights for the length of the block.
+def sync_weights(policy: Lender, engine: Engine, version: int) -> None:
+    """Give the engine version `version` of the policy's weights, until `release_engine`. A collective.
 
-    An engine in this process borrows the policy's whole tensors, so no second copy of the model exists; they are freed
-    when the block ends and training takes the memory. A collective on both ends: all ranks enter and leave together.
+    An engine in this process borrows the policy's whole tensors, so no second copy of the model exists.
     """
     engine.onload()
     engine.load_weights(policy.lend(), version, share=True)
-    try:
-        yield engine
-    finally:
-        engine.offload()
-        policy.reclaim()
+
+
+def release_engine(policy: Lender, engine: Engine) -> None:
+    """The engine lets go of its memory, and what it had borrowed is freed: training takes over."""
+    engine.offload()
+    policy.reclaim()

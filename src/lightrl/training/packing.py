@@ -204,7 +204,7 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
         borders_k.append(len(kv))
         return range(start, len(rows))
 
-    num_samples = 0
+    keys: list[tuple[int, int]] = []
     for unit, unit_weights in zip(units, weights, strict=True):
         alone = len(unit) == 1
         prompt = unit[0].prompt
@@ -219,13 +219,13 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
                 logit_rows.append(shared[-1])
                 logit_rows.extend(own)
             targets.extend(sample.response)
-            sample_ids.extend([num_samples] * len(sample.response))
+            sample_ids.extend([len(keys)] * len(sample.response))
             flat["mask"].extend(sample.loss_mask)
             flat["weight"].extend(weight * m for m in sample.loss_mask)
             flat["advantage"].extend([sample.advantage] * len(sample.response))
             if have_rollout:
                 flat["rollout"].extend(sample.rollout_logprobs or ())
-            num_samples += 1
+            keys.append((sample.group_index, sample.index))
     if not rows:
         segment([pad_token_id], 0, range(0))
     lengths_q = [b - a for a, b in pairwise(borders_q)]
@@ -246,5 +246,5 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
         loss_weights=torch.tensor(flat["weight"], dtype=torch.float32),
         advantages=torch.tensor(flat["advantage"], dtype=torch.float32),
         rollout_logprobs=torch.tensor(flat["rollout"], dtype=torch.float32) if have_rollout else None,
-        num_samples=num_samples,
+        sample_keys=keys,
     )

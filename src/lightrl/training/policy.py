@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from lightrl.config.schema import ModelConfig
 from lightrl.distributed import fsdp
@@ -67,10 +68,10 @@ class Policy:
     device: torch.device
 
     @classmethod
-    def load(cls, config: ModelConfig, world: World, *, path: str | None = None, frozen: bool = False) -> Policy:
-        """Stream a checkpoint into shards; `frozen` (a reference) holds them in compute precision, without gradients."""
-        source = load.resolve_checkpoint(path or config.path, None if path else config.revision)
-        hf_config = load.load_config(source, trust_remote_code=config.trust_remote_code)
+    def load(cls, config: ModelConfig, world: World, *, frozen: bool = False) -> Policy:
+        """Stream `config.path` into shards; `frozen` (a reference) holds them in compute precision, without gradients."""
+        source = load.resolve_checkpoint(config.path, config.revision)
+        hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         dtype = compute_dtype(config.compute_dtype, world.device)
         packed = registry.packs_exactly(hf_config)
         model = load.empty_model(hf_config, dtype=dtype if frozen else torch.float32)

@@ -1,0 +1,323 @@
+"""The trainer: one step of reinforcement learning, and the run around it.
+
+    prompts -> groups of scored samples -> advantages -> packed minibatches -> updates
+
+Every rank runs this same code. `Trainer.step` is the algorithm; `Trainer.train` adds evaluation, checkpoints and logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightrl.config.load import dump_toml
+from lightrl.config.schema import Config
+from lightrl.data import PromptSource, load_prompts
+from lightrl.distributed.mesh import init_world
+from lightrl.engine.base import SamplingParams
+from lightrl.errors import UserError
+from lightrl.models import load
+from lightrl.models.export import export_hf
+from lightrl.models.registry import stock_notice
+from lightrl.observe.console import Console
+from lightrl.observe.dumps import SampleWriter
+from lightrl.observe.environment import environment, write_environment
+from lightrl.observe.metrics import Tally, rollout_metrics
+from lightrl.observe.timing import StageTimer
+from lightrl.observe.trackers import Trackers, make_trackers
+from lightrl.rewards import Scorer, check_labels
+from lightrl.rollout.collect import apply_truncation, collect, run_async
+from lightrl.sync.weights import release_engine, sync_weights
+from lightrl.training import checkpoint, setup
+from lightrl.training.advantage import penalize_with_kl, set_advantages
+from lightrl.training.balance import CostModel
+from lightrl.training.batch import build_minibatches
+from lightrl.training.evaluate import evaluate, load_eval_sets
+from lightrl.training.optim import build_optimizer, build_schedule
+from lightrl.training.packing import TrainSample
+from lightrl.training.policy import Policy
+from lightrl.training.update import mismatch_metrics, update
+from lightrl.types import Microbatch, Prompt, SampleGroup, Status
+
+
+class Trainer:
+    """A run. `reward` replaces `reward.type`: a function of one `Sample` (of a list with `reward.batched`).
+
+    Works under torchrun and, as a world of one, in plain Python or a notebook. Everything that can be wrong with
+    config, data and rewards is found before the model loads.
+    """
+
+    def __init__(self, config: Config, *, reward: Callable[..., Any] | None = None) -> None:
+        setup.check(config)
+        self.config = config
+        self.world = init_world(config.run.device, config.parallel.shard_size, config.parallel.timeout)
+        self.console = Console(config.log, enabled=self.world.is_main)
+        self.run_dir = Path(config.run.dir)
+        self._load_data(reward)
+        self._load_model()
+        self.steps_done = 0
+        self.policy_version = 0
+
+    def _load_data(self, reward: Callable[..., Any] | None) -> None:
+        config = self.config
+        model = config.model
+        hf_config, self.tokenizer = load.load_config_and_tokenizer(
+            model.path, model.revision, model.tokenizer, model.trust_remote_code
+        )
+        self.context_length = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT
+        self.prompts = load_prompts(
+            config.data,
+            self.tokenizer,
+            context_length=self.context_length,
+            max_response_tokens=config.rollout.max_response_tokens,
+        )
+        self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+        self.scorer = Scorer(config.reward, custom=reward)
+        if reward is None:
+            check_labels(self.prompts, config.reward)
+        self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward)
+        self.sampling = SamplingParams(
+            max_new_tokens=config.rollout.max_response_tokens,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            stop=tuple(config.rollout.stop),
+            stop_token_ids=tuple(config.rollout.stop_token_ids),
+        )
+
+    def _load_model(self) -> None:
+        config = self.config
+        torch.manual_seed(config.run.seed)
+        torch.use_deterministic_algorithms(config.run.deterministic)
+        self.policy = Policy.load(config.model, self.world)
+        self.reference = setup.load_reference(config, self.world)
+        self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
+        updates = config.run.steps * config.algorithm.minibatches_per_step
+        self.schedule = build_schedule(self.optimizer, config.optim, updates)
+        self.engine = setup.build_engine(config.engine, self.policy, self.tokenizer, self.context_length)
+        self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
+        self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
+        self.timer = StageTimer()
+        if not self.policy.module.packed:
+            self.console.warning(stock_notice(self.policy.hf_config))
+
+    # ---- one step ----
+
+    def step(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """One step on these prompts (all ranks get the same): collect, then update. Returns the step's metrics."""
+        tally, timer, algorithm = Tally(), self.timer, self.config.algorithm
+        with timer("sync"):
+            sync_weights(self.policy, self.engine, self.policy_version)
+        with timer("generate"):
+            groups = self.collect(prompts)
+        with timer("sync"):
+            release_engine(self.policy, self.engine)
+        with timer("train"):
+            set_advantages(groups, normalize_std=algorithm.normalize_std)
+            batch = self.pack(groups)
+            self.add_logprobs(batch, tally)
+            if self.reference is not None and algorithm.kl_in == "reward":
+                penalize_with_kl(groups, batch, self.world, algorithm)
+            for minibatch in batch:
+                result = update(
+                    self.policy,
+                    self.optimizer,
+                    self.schedule,
+                    minibatch,
+                    algorithm,
+                    temperature=self.sampling.temperature,
+                    max_grad_norm=self.config.optim.max_grad_norm,
+                    tally=tally,
+                )
+                tally.add("optim/grad_norm", result.grad_norm)
+                tally.add("optim/lr", result.lr, kind="max")
+                tally.add("optim/skipped_updates", float(not result.stepped) / self.world.size, kind="sum")
+        self.policy_version += 1
+        self.steps_done += 1
+        tally.merge([rollout_metrics(groups, self.sampling.max_new_tokens)])
+        if self.writer is not None:
+            self.writer.write(self.steps_done, [s for g in groups for s in g.samples])
+        self.console.samples(self.steps_done, [s for g in groups for s in g.samples[:1]])
+        return self._metrics(tally, num_updates=len(batch))
+
+    def collect(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
+        """This rank's share of the prompts, sampled and scored. The weights are in the engine."""
+        first = self.steps_done * self.config.rollout.prompts_per_step
+        mine = list(enumerate(prompts, start=first))[self.world.rank :: self.world.size]
+        group_size = self.config.rollout.group_size
+        with self.console.progress("generating", total=len(mine) * group_size) as bar:
+            groups = run_async(
+                collect(
+                    self.engine,
+                    mine,
+                    sampling=self.sampling,
+                    group_size=group_size,
+                    scorer=self.scorer,
+                    decode=self.decode,
+                    seed=self.config.run.seed,
+                    on_group=lambda group: bar.advance(len(group.samples)),
+                )
+            )
+        self.scorer.check_failures(self.world.gather(self.scorer.take_stats()))
+        apply_truncation(groups, self.config.rollout.truncated)
+        return groups
+
+    def pack(self, groups: Sequence[SampleGroup]) -> list[list[Microbatch]]:
+        """This rank's microbatches of every update of the step."""
+        config = self.config
+        samples = [TrainSample.from_sample(s) for g in groups for s in g.scored]
+        return build_minibatches(
+            samples,
+            self.world,
+            minibatches=config.algorithm.minibatches_per_step,
+            max_tokens=config.parallel.max_tokens_per_microbatch,
+            share_prompts=config.parallel.share_prompts and self.policy.module.packed,
+            aggregation=config.algorithm.aggregation,
+            constant_length=config.algorithm.constant_length or config.rollout.max_response_tokens,
+            cost=self.cost,
+            pad_token_id=setup.pad_token_id(self.tokenizer),
+        )
+
+    def add_logprobs(self, batch: Sequence[Sequence[Microbatch]], tally: Tally) -> None:
+        """Old and reference log-probs, where the algorithm needs them.
+
+        A single update is made on the very weights that sampled, so its old log-probs are the present ones and no pass
+        is spent on them.
+        """
+        temperature = self.sampling.temperature
+        old = len(batch) > 1 or (self.reference is not None and self.config.algorithm.kl_in == "reward")
+        for microbatch in (m for minibatch in batch for m in minibatch):
+            if old:
+                microbatch.old_logprobs = self.policy.logprobs(microbatch, temperature)
+                mismatch_metrics(microbatch, microbatch.old_logprobs, tally)
+            if self.reference is not None:
+                microbatch.ref_logprobs = self.reference.logprobs(microbatch, temperature)
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _metrics(self, tally: Tally, num_updates: int) -> dict[str, float]:
+        metrics = Tally.merged(self.world.gather(tally.to_dict())).result()
+        for name in ("loss/total", "loss/policy"):
+            if name in metrics:
+                metrics[name] /= num_updates
+        times = self.timer.metrics()
+        tokens = metrics.get("rollout/response_tokens", 0.0)
+        for name, stage in (("tokens", "total"), ("generated_tokens", "generate"), ("trained_tokens", "train")):
+            if times.get(f"time/{stage}"):
+                metrics[f"perf/{name}_per_second"] = tokens / times[f"time/{stage}"]
+        if self.world.device.type == "cuda":
+            metrics["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
+        return metrics | times
+
+    # ---- the run ----
+
+    def train(self) -> dict[str, float]:
+        """Train to `run.steps`, from the newest checkpoint if there is one. Returns the last step's metrics."""
+        config = self.config
+        checkpointer = checkpoint.Checkpointer(self.run_dir / "checkpoints", config.checkpoint, self.world)
+        self._resume(checkpointer)
+        metrics: dict[str, float] = {}
+        with self._trackers() as trackers:
+            if self.steps_done == 0 and config.eval.every and config.eval.at_start:
+                trackers.log(0, self.evaluate())
+            while self.steps_done < config.run.steps:
+                metrics = self.step(self.source.next(config.rollout.prompts_per_step))
+                step, last = self.steps_done, self.steps_done == config.run.steps
+                self.console.step(step, config.run.steps, metrics)
+                if config.eval.every and (step % config.eval.every == 0 or last):
+                    metrics |= self.evaluate()
+                trackers.log(step, metrics)
+                if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                    self._save(checkpointer, metrics)
+                if config.checkpoint.hf_every and step % config.checkpoint.hf_every == 0:
+                    self.export(self.run_dir / "hf" / f"step_{step:06d}")
+            checkpointer.wait()
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of all `[[eval.sets]]` for the present weights."""
+        with self.timer("evaluate"):
+            sync_weights(self.policy, self.engine, self.policy_version)
+            metrics = evaluate(
+                self.engine,
+                self.eval_sets,
+                world=self.world,
+                decode=self.decode,
+                seed=self.config.run.seed,
+                step=self.steps_done,
+                console=self.console,
+                writer=self.writer,
+            )
+            release_engine(self.policy, self.engine)
+        self.console.evaluation(self.steps_done, metrics)
+        return metrics
+
+    def export(self, folder: Path) -> None:
+        """The present weights in Hugging Face format, in the precision of the checkpoint they came from."""
+        dtype = self.policy.hf_config.dtype or torch.float32
+        export_hf(
+            self.policy.model,
+            folder,
+            source=self.policy.source,
+            dtype=dtype,
+            is_main=self.world.is_main,
+            replace=True,
+        )
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Continue from one checkpoint folder."""
+        extra = checkpoint.load(folder, model=self.policy.module, optimizer=self.optimizer, world=self.world)
+        self.schedule.load_state_dict(extra["schedule"])
+        self.source.restore(extra["source"])
+        self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
+
+    def close(self) -> None:
+        """Free engine and reward workers."""
+        self.engine.close()
+        self.scorer.close()
+        for eval_set in self.eval_sets:
+            eval_set.scorer.close()
+
+    def _resume(self, checkpointer: checkpoint.Checkpointer) -> None:
+        found = checkpointer.latest()
+        if not self.config.run.resume and (found is not None or (self.run_dir / "metrics.jsonl").exists()):
+            raise UserError(
+                f"run.dir: {self.run_dir} already holds a run: name another folder, or set run.resume = true to continue"
+            )
+        if found is not None and found != self.steps_done:
+            self.load_checkpoint(checkpointer.folder(found))
+            self.console.notice(f"resumed at step {self.steps_done} from {checkpointer.folder(found)}")
+        if self.world.is_main:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.run_dir / "config.toml").write_text(dump_toml(self.config), encoding="utf-8")
+            write_environment(self.run_dir)
+            if self.writer is not None:
+                self.writer.drop_after(self.steps_done)
+        self.world.barrier()
+        self.console.settings("LightRL", setup.summary(self.config, self.world, self.policy, self.prompts))
+
+    def _trackers(self) -> Trackers:
+        if not self.world.is_main:
+            return Trackers([])
+        facts = asdict(self.config) | {"environment": environment()}
+        return make_trackers(self.config.log, self.run_dir, self.steps_done or None, facts)
+
+    def _save(self, checkpointer: checkpoint.Checkpointer, metrics: dict[str, float]) -> None:
+        checkpointer.save(
+            self.steps_done,
+            model=self.policy.module,
+            optimizer=self.optimizer,
+            extra={
+                "step": self.steps_done,
+                "policy_version": self.policy_version,
+                "schedule": self.schedule.state_dict(),
+                "source": self.source.state(),
+            },
+            metrics=metrics,
+        )
