@@ -229,12 +229,14 @@ def _number(value: float | None, kind: str, width: int) -> str:
     decimals = {"fixed0": 0, "fixed1": 1}.get(kind, 3)
     text = f"{value:.{decimals}f}"
     vanished = value != 0 and kind == "fixed" and abs(value) < 0.0005
-    return _power(value) if len(text) > width or vanished else text
+    if len(text) <= width and not vanished:
+        return text
+    return _power(value) if len(_power(value)) <= width else _power(value, decimals=0)
 
 
-def _power(value: float) -> str:
+def _power(value: float, decimals: int = 1) -> str:
     """`4.0e-5`: an exponent without padding."""
-    mantissa, exponent = f"{value:.1e}".split("e")
+    mantissa, exponent = f"{value:.{decimals}e}".split("e")
     return "0" if value == 0 else f"{mantissa}e{int(exponent)}"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Literal
 
 from lightrl.types import SampleGroup, Status
@@ -100,8 +100,8 @@ def _finish(kind: Kind, state: list[float]) -> float:
 def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int) -> Tally:
     """Rewards and lengths of this rank's groups; names and meanings are in docs/metrics.md.
 
-    Rewards are of scored samples, lengths of all that did not fail, shares of all samples. Deviations divide by the
-    number of samples, not by one less.
+    Rewards are of scored samples, lengths of all that did not fail, shares of all samples. `reward/std` divides by the
+    number of samples; a group's deviation is the unbiased one that GRPO divides by, 0 for a group of one.
     """
     tally = Tally()
     for group in groups:
@@ -109,7 +109,7 @@ def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int) -> 
         for kind in ("mean", "std", "max", "min"):
             tally.extend(f"reward/{kind}", rewards, kind=kind)
         if rewards:
-            tally.add("reward/group_std_mean", pstdev(rewards))
+            tally.add("reward/group_std_mean", stdev(rewards) if len(rewards) > 1 else 0.0)
             tally.add("reward/zero_spread_share", float(all(r == rewards[0] for r in rewards)))
         for sample in group.samples:
             tally.add("rollout/samples", 1, kind="sum")
