@@ -1,0 +1,192 @@
+"""From files, keyword sections and command-line flags to a checked `Config`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path as FilePath
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from lightrl.config.dump import dump_toml
+from lightrl.config.fields import bare, hint_at, hints, range_text, sections, toml, type_prose
+from lightrl.config.lines import Path, dotted
+from lightrl.config.problems import ConfigError, Problems
+from lightrl.config.schema import Config
+from lightrl.config.sources import Sources, short
+
+__all__ = ["ConfigError", "dump_toml", "load_config", "load_for_run"]
+
+_UNKNOWN = "unexpected_keyword_argument"
+_RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+_SLICE = re.compile(r"@\[[^\[\]]*\]$")
+
+
+def load_config(
+    *paths: str | os.PathLike[str], overrides: Sequence[str] | None = None, **sections: Mapping[str, Any]
+) -> Config:
+    """Defaults < TOML files, left to right < keyword sections < overrides (`["--optim.lr", "2e-6"]`).
+
+    Tables merge key by key; lists, `[[eval.sets]]` among them, replace. Raises ConfigError with every problem found.
+
+    >>> load_config(optim={"lr": 2e-6}, overrides=["--rollout.group_size=4"]).rollout.group_size
+    4
+    """
+    config, sources = _load(paths, overrides or (), sections)
+    return _checked(config, sources)
+
+
+def load_for_run(
+    paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str], *, purpose: Literal["train", "eval"] = "train"
+) -> Config:
+    """`load_config`, and what can be told before torch is imported: required keys are set and local files exist."""
+    config, sources = _load(paths, overrides, {})
+    if config is not None and not sources.broken:
+        for key, what in config.required():
+            if purpose == "train" or not key.startswith("data."):
+                _add(sources, key, f"not set; {what}")
+        if purpose == "eval" and not config.eval.sets:
+            _add(sources, "eval.sets", "nothing to evaluate; add an [[eval.sets]] table with a name and a path")
+        _check_files(config, sources, train=purpose == "train")
+    return _checked(config, sources)
+
+
+def _load(
+    paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str], given: Mapping[str, Any]
+) -> tuple[Config | None, Sources]:
+    """The config, None when a section has problems, and the sources, with the problems found so far."""
+    sources = Sources(Problems())
+    for path in paths:
+        sources.add_file(path)
+    sources.add_sections(given)
+    sources.add_flags(overrides)
+    built = {name: _build(name, sources) for name in sections()}
+    if any(section is None for section in built.values()):
+        return None, sources
+    config = Config(**built)
+    if not sources.broken:
+        for key, what in config.validate():
+            _add(sources, key, what)
+    return config, sources
+
+
+def _checked(config: Config | None, sources: Sources) -> Config:
+    sources.problems.raise_if_any()
+    assert config is not None, "a section that fails leaves a problem"
+    return config
+
+
+@cache
+def _adapter(section: str) -> TypeAdapter[Any]:
+    return TypeAdapter(sections()[section])
+
+
+def _build(name: str, sources: Sources) -> Any:
+    """The section, or None after its problems were reported."""
+    values = sources.tree.get(name, {})
+    try:
+        # Strict JSON has exactly TOML's idea of types: an int is a float, a list is a tuple, "3" and true are no int.
+        return _adapter(name).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        by_path: dict[Path, list[ErrorDetails]] = {}
+        for detail in error.errors(include_url=False):
+            by_path.setdefault(_place(detail, values), []).append(detail)
+        # Alternatives of a union complain each about its own depth: the shallowest place says it all.
+        for path, details in by_path.items():
+            inside = any(path[:n] in by_path for n in range(1, len(path)))
+            if not inside and not (details[0]["type"] == "missing" and _misspelt(path, by_path)):
+                _add(sources, (name, *path), _explain(name, path, details[0], values))
+        return None
+
+
+def _place(detail: ErrorDetails, values: Any) -> Path:
+    """The error's path in the values: pydantic adds names of union members, and points behind short tuples."""
+    path: Path = ()
+    for part in detail["loc"]:
+        inside = part in values if isinstance(values, dict) else isinstance(values, list) and part in range(len(values))
+        if inside:
+            values = values[part]
+        if inside or (detail["type"] == "missing" and isinstance(part, str)):
+            path = (*path, part)
+    return path
+
+
+def _misspelt(missing: Path, errors: Mapping[Path, list[ErrorDetails]]) -> bool:
+    """Whether an unknown key of the same table is reported that will be pointed at the missing one."""
+    unknown = [str(p[-1]) for p, e in errors.items() if p[:-1] == missing[:-1] and e[0]["type"] == _UNKNOWN]
+    return bool(difflib.get_close_matches(str(missing[-1]), unknown, n=1, cutoff=0.6))
+
+
+def _explain(section: str, path: Path, detail: ErrorDetails, values: Any) -> str:
+    kind = detail["type"]
+    if kind == "missing" and not isinstance(detail["loc"][-1], int):
+        return f"not set; every [[{dotted((section, *path[:-2]))}]] table needs one"
+    if kind == _UNKNOWN:
+        return _unknown_nested(section, path)
+    value = values
+    for part in path:
+        value = value[part]
+    hint = hint_at(section, path)
+    if kind in _RANGES:
+        return f"must be {range_text(hint)}, got {short(value)}"
+    if kind == "finite_number":
+        return f"must be finite, got {short(value)}"
+    text = f"expected {type_prose(hint)}, got {short(value)}"
+    choices = get_args(bare(hint)) if get_origin(bare(hint)) is Literal else ()
+    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return text + (f"; did you mean {toml(near[0])}?" if near else "")
+
+
+def _unknown_nested(section: str, path: Path) -> str:
+    """A key of a table in a list, such as `eval.sets[0].pth`."""
+    if len(path) == 1:
+        raise AssertionError("unknown keys of sections are found while merging")
+    table = bare(hint_at(section, path[:-1]))
+    near = difflib.get_close_matches(str(path[-1]), hints(table), n=1, cutoff=0.6)
+    if near:
+        return f"unknown key; did you mean {dotted((section, *path[:-1], near[0]))}?"
+    return f"unknown key; [[{dotted((section, *path[:-2]))}]] has " + ", ".join(hints(table))
+
+
+def _add(sources: Sources, key: str | Path, what: str) -> None:
+    """A problem with `key`, at the place that set it, or that set a key named in `what`, or at no place."""
+    path: Path = tuple(key.split(".")) if isinstance(key, str) else key
+    origin = sources.origin(path)
+    if origin is not None:
+        sources.problems.add(origin, path, what)
+        return
+    for section, name in re.findall(r"\b(\w+)\.(\w+)", what):
+        origin = sources.origin((section, name))
+        if origin is not None and origin.file is not None:
+            sources.problems.add_line(f"{origin.label(path)}: {what}", origin)
+            return
+    sources.problems.add_line(f"{dotted(path)}: {what}")
+
+
+def _check_files(config: Config, sources: Sources, *, train: bool) -> None:
+    paths = config.data.path if isinstance(config.data.path, list) else [config.data.path]
+    files: list[tuple[Path, str]] = []
+    if train:
+        single = len(paths) == 1 and not isinstance(config.data.path, list)
+        files = [(("data", "path") if single else ("data", "path", i), p) for i, p in enumerate(paths)]
+    files += [(("eval", "sets", i, "path"), s.path) for i, s in enumerate(config.eval.sets)]
+    for key, value in files:
+        place = _SLICE.sub("", value)
+        if _is_local(place) and not FilePath(place).exists():
+            _add(sources, key, f"no such file or folder: {place}")
+    for name in ("path", "tokenizer", "reference_path"):
+        value = getattr(config.model, name)
+        if value and value.startswith(("./", "../", "/")) and not FilePath(value).exists():
+            _add(sources, ("model", name), f"no such folder: {value}")
+
+
+def _is_local(place: str) -> bool:
+    if any(sign in place for sign in "*?[") or "://" in place:
+        return False
+    return place.startswith(("./", "../", "/")) or place.endswith((".jsonl", ".parquet"))
