@@ -27,7 +27,7 @@ h3 { font-size: 13px; font-weight: 600; margin: 0 0 6px; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; min-width: 0; }
 .tile b { display: block; font-size: 21px; font-weight: 650; letter-spacing: -.01em;
   font-variant-numeric: tabular-nums; }
-.tile small, .note { color: var(--soft); }
+.tile small, .note { color: var(--soft); font-weight: 400; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr)); gap: 14px; }
 .wide { margin-bottom: 14px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; color: var(--soft); font-size: 12px; margin-bottom: 4px; }
@@ -67,10 +67,12 @@ button, select, input { font: inherit; color: inherit; background: var(--card); 
   font-weight: 500; }
 .sample .text { background: var(--chip); border-radius: 7px; padding: 8px 10px; white-space: pre-wrap;
   overflow-wrap: anywhere; max-height: 420px; overflow-y: auto; }
-.badge { font-weight: 650; font-variant-numeric: tabular-nums; } .completed { color: var(--ok); }
-.truncated, .aborted { color: var(--warn); } .failed { color: var(--bad); }
+.sample .badge { color: var(--ink); font-weight: 650; font-variant-numeric: tabular-nums; } .completed { color: var(--ok); }
+.truncated, .aborted { color: var(--warn); }
+.failed { color: var(--bad); }
 .num { text-align: right; color: var(--soft); }
-@media (max-width: 700px) { .sample > summary { grid-template-columns: 64px 60px 74px 1fr; }
+.wide { overflow-x: auto; }
+@media (max-width: 700px) { .wide svg.chart { min-width: 680px; } .sample > summary { grid-template-columns: 64px 60px 74px 1fr; }
   .sample .hide { display: none; } }
 """
 
@@ -113,7 +115,7 @@ for (const svg of document.querySelectorAll('svg[data-hover]')) {
 }
 const holder = document.getElementById('data'), list = document.getElementById('list');
 if (holder && list) {
-  const { samples, prompts } = JSON.parse(holder.textContent), PAGE = 40;
+  const { samples, prompts } = JSON.parse(holder.textContent), PAGE = 25;
   const get = id => document.getElementById(id);
   const fill = (id, values) => values.forEach(v => get(id).append(new Option(v, v)));
   fill('set', [...new Set(samples.map(s => s.set))]);

@@ -22,20 +22,17 @@ NUM_COLORS = 8
 _PANELS: tuple[tuple[str, tuple[str, ...], str, bool], ...] = (
     ("Evaluation", ("eval/*/avg@*", "eval/*/pass@*"), "", False),
     ("Response length", ("rollout/length_mean", "rollout/length_max"), "tokens", True),
-    (
-        "Truncated, failed, without spread",
-        ("rollout/*_share", "reward/zero_spread_share"),
-        "share of samples, groups",
-        True,
-    ),
+    ("Cut and failed samples", ("rollout/*_share",), "share of samples", True),
+    ("Groups without spread", ("reward/zero_spread_share",), "share of groups", True),
     ("Loss", ("loss/total", "loss/policy"), "", False),
     ("KL to the reference", ("loss/kl*", "*/kl"), "nats a token", False),
     ("Entropy", ("*/entropy*",), "nats a token", True),
     ("Gradient norm", ("optim/grad_norm",), "before clipping", True),
-    ("Engine against trainer", ("mismatch/*",), "log-probs of the same tokens", True),
+    ("Engine against trainer", ("mismatch/logprob_abs_diff",), "mean log-prob difference", True),
+    ("Importance ratio", ("policy/ratio_*",), "now to before the update", False),
     ("Clipped tokens", ("*/clip*",), "share", True),
     ("Learning rate", ("optim/lr",), "", True),
-    ("Throughput", ("perf/tokens_per_second*",), "tokens a second", True),
+    ("Throughput", ("perf/*tokens_per_second",), "tokens a second", True),
 )
 
 
@@ -129,8 +126,10 @@ def _header(run: Run) -> str:
 def _tiles(run: Run) -> str:
     tiles: list[tuple[str, str, str]] = []
     rewards = run.finite("reward/mean")
-    if rewards:
-        width = max(1, min(5, len(rewards) // 2))
+    if len(rewards) == 1:
+        tiles.append(("Reward", f"{rewards[0]:.3g}", "mean of the only step"))
+    elif rewards:
+        width = min(5, len(rewards) // 2)
         first, last = fmean(rewards[:width]), fmean(rewards[-width:])
         times = f" · ×{last / first:.1f}" if first > 0 and last > 0 else ""
         tiles.append(("Reward", f"{first:.3g} → {last:.3g}", f"first and last {width} steps{times}"))
@@ -245,7 +244,7 @@ def _tables(run: Run) -> str:
         if values:
             numbers = (values[-1], values[0], min(values), max(values))
             cells = "".join(f"<td>{number(v)}</td>" for v in numbers)
-            rows += f"<tr><td>{escape(name)}</td>{cells}<td>{sparkline(run.metrics[name])}</td></tr>"
+            rows += f"<tr><td>{escape(name)}</td>{cells}<td>{sparkline(values)}</td></tr>"
     head = "<tr><th>metric</th><th>last</th><th>first</th><th>min</th><th>max</th><th>curve</th></tr>"
     table = f'<div class="scroll"><table>{head}{rows}</table></div>'
     parts = f'<details class="card wide" open><summary>Every metric</summary>{table}</details>'
@@ -269,10 +268,10 @@ def embedded_json(value: Any) -> str:
 def _card(title: str, note: str, chart: str, series: Sequence[Series], css: str = "") -> str:
     if not chart:
         return ""
-    legend = "".join(
-        f'<span><i class="c{s.color}{" pale" if s.style == "faint" else ""}"></i>{escape(s.name)}</span>'
-        for s in series
-    )
+    legend = ""
+    for one in series:
+        css_class = f"c{one.color} pale" if one.style == "faint" else f"c{one.color}"
+        legend += f'<span><i class="{css_class}"></i>{escape(one.name)}</span>'
     heading = escape(title) + (f' <span class="note">{escape(note)}</span>' if note else "")
     return f'<div class="card {css}"><h3>{heading}</h3><div class="legend">{legend}</div>{chart}</div>'
 
