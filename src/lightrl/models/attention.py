@@ -91,9 +91,7 @@ def _blocks(batch: Microbatch, device: torch.device) -> list[_Block]:
     current: list[tuple[int, int, Tensor]] = []
     for s, first in enumerate(borders_q[:-1]):
         end = borders_q[s + 1]
-        keys = (
-            torch.arange(first, end) if batch.kv_index is None else batch.kv_index[borders_k[s] : borders_k[s + 1]]
-        )
+        keys = torch.arange(first, end) if batch.kv_index is None else batch.kv_index[borders_k[s] : borders_k[s + 1]]
         if current and int(keys[0]) == first:  # this segment starts afresh
             blocks.append(_close(current, device))
             current = []

@@ -13,9 +13,6 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
 
     Karmarkar & Karp 1982, in its k-way form: keep partial solutions as sorted k-tuples of sums, and merge the two with
     the largest spread, biggest part of one with the smallest of the other. Deterministic; parts may be empty.
-
-    >>> karmarkar_karp([8, 7, 6, 5, 4], 2)
-    [[0, 3, 4], [1, 2]]
     """
     if parts < 1:
         raise ValueError(f"parts must be at least 1, got {parts}")

@@ -159,9 +159,7 @@ def _spread(
     )
 
 
-def loss_weight(
-    plan: MinibatchPlan, loss_tokens: int, *, aggregation: str, constant_length: int
-) -> float:
+def loss_weight(plan: MinibatchPlan, loss_tokens: int, *, aggregation: str, constant_length: int) -> float:
     """Share of one loss token in the loss of the update, for a sample with `loss_tokens` of them.
 
     token_mean: 1 / all loss tokens. sequence_mean: 1 / (loss tokens of the sample x sequences). constant: 1 /

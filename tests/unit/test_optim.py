@@ -1,0 +1,65 @@
+"""Schedules against hand-worked factors; clipping and the skipped step."""
+
+import math
+
+import pytest
+import torch
+
+from lightrl.config.schema import OptimConfig
+from lightrl.training.optim import build_optimizer, build_schedule, grad_norm, lr_factor, optimizer_step
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "factors"),
+    [
+        ({"schedule": "constant"}, 4, [1, 1, 1, 1, 1]),
+        ({"schedule": "constant", "warmup_steps": 2}, 4, [0.5, 1, 1, 1]),
+        ({"schedule": "linear"}, 4, [1, 0.75, 0.5, 0.25, 0, 0]),
+        ({"schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.5}, 6, [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5]),
+        ({"schedule": "cosine"}, 4, [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0]),
+        ({"schedule": "wsd", "warmup_steps": 1, "decay_steps": 2}, 6, [1, 1, 1, 1, 1, 0.5, 0]),
+    ],
+)
+def test_schedule(config, total, factors):
+    section = OptimConfig(**config)
+    assert [lr_factor(i, section, total) for i in range(len(factors))] == pytest.approx(factors)
+
+
+def test_decay_only_on_matrices_and_first_step_by_hand():
+    matrix, bias = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    config = OptimConfig(lr=0.1, weight_decay=0.5, max_grad_norm=0)
+    optimizer = build_optimizer([matrix, bias], config)
+    schedule = build_schedule(optimizer, config, 10)
+    matrix.grad, bias.grad = torch.ones(2, 2), torch.full((2,), -3.0)
+    norm, stepped = optimizer_step(optimizer, schedule, [matrix, bias], config.max_grad_norm)
+    assert stepped
+    assert norm == pytest.approx(math.sqrt(4 + 18))
+    # Adam's first step is lr x sign; decay takes lr x wd first
+    assert matrix.detach().flatten().tolist() == pytest.approx([1 - 0.05 - 0.1] * 4)
+    assert bias.tolist() == pytest.approx([1.1, 1.1])
+    assert matrix.grad is None
+
+
+def test_clip_scales_to_the_norm():
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    p.grad = torch.tensor([3.0, 4.0])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    norm, _ = optimizer_step(optimizer, schedule, [p], 1.0)
+    assert norm == pytest.approx(5.0)
+    assert p.tolist() == pytest.approx([-0.6, -0.8], abs=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_gradient_skips_the_step_and_schedule_goes_on(bad):
+    p = torch.nn.Parameter(torch.ones(2, 1))
+    config = OptimConfig(lr=1.0, schedule="linear")
+    optimizer = build_optimizer([p], config)
+    schedule = build_schedule(optimizer, config, 2)
+    p.grad = torch.tensor([[bad], [1.0]])
+    _, stepped = optimizer_step(optimizer, schedule, [p], 1.0)
+    assert not stepped
+    assert p.tolist() == [[1.0], [1.0]]
+    assert p.grad is None
+    assert schedule.get_last_lr() == [0.5]
+    assert grad_norm([p]) == 0.0
