@@ -350,7 +350,9 @@ class Config:
         if self.eval.every and not self.eval.sets:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         names = [s.name for s in self.eval.sets]
-        problems += [("eval.sets", f"two sets are named {n!r}") for n in sorted({n for n in names if names.count(n) > 1})]
+        problems += [
+            ("eval.sets", f"two sets are named {n!r}") for n in sorted({n for n in names if names.count(n) > 1})
+        ]
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems
