@@ -32,16 +32,17 @@ from lightrl.observe.trackers import Trackers, make_trackers
 from lightrl.rewards import Scorer, check_labels
 from lightrl.rollout.collect import apply_truncation, collect, run_async
 from lightrl.sync.weights import release_engine, sync_weights
-from lightrl.training import checkpoint, setup
+from lightrl.training import setup
 from lightrl.training.advantage import penalize_with_kl, set_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
+from lightrl.training.checkpoint import Checkpointer
 from lightrl.training.evaluate import evaluate, load_eval_sets
 from lightrl.training.optim import build_optimizer, build_schedule
 from lightrl.training.packing import TrainSample
 from lightrl.training.policy import Policy
 from lightrl.training.update import mismatch_metrics, update
-from lightrl.types import Microbatch, Prompt, SampleGroup, Status
+from lightrl.types import Microbatch, Prompt, SampleGroup
 
 
 class Trainer:
@@ -220,7 +221,7 @@ class Trainer:
     def train(self) -> dict[str, float]:
         """Train to `run.steps`, from the newest checkpoint if there is one. Returns the last step's metrics."""
         config = self.config
-        checkpointer = checkpoint.Checkpointer(self.run_dir / "checkpoints", config.checkpoint, self.world)
+        checkpointer = Checkpointer(self.run_dir / "checkpoints", config.checkpoint)
         self._resume(checkpointer)
         metrics: dict[str, float] = {}
         with self._trackers() as trackers:
@@ -271,8 +272,8 @@ class Trainer:
         )
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Continue from one checkpoint folder."""
-        extra = checkpoint.load(folder, model=self.policy.module, optimizer=self.optimizer, world=self.world)
+        """Take weights, optimizer, schedule, data position and random state from one checkpoint folder."""
+        extra = Checkpointer(folder.parent, self.config.checkpoint).load(folder, self.policy.module, self.optimizer)
         self.schedule.load_state_dict(extra["schedule"])
         self.source.restore(extra["source"])
         self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
@@ -284,15 +285,15 @@ class Trainer:
         for eval_set in self.eval_sets:
             eval_set.scorer.close()
 
-    def _resume(self, checkpointer: checkpoint.Checkpointer) -> None:
+    def _resume(self, checkpointer: Checkpointer) -> None:
         found = checkpointer.latest()
         if not self.config.run.resume and (found is not None or (self.run_dir / "metrics.jsonl").exists()):
             raise UserError(
-                f"run.dir: {self.run_dir} already holds a run: name another folder, or set run.resume = true to continue"
+                f"run.dir: {self.run_dir} already holds a run; name another folder, or continue with run.resume = true"
             )
-        if found is not None and found != self.steps_done:
-            self.load_checkpoint(checkpointer.folder(found))
-            self.console.notice(f"resumed at step {self.steps_done} from {checkpointer.folder(found)}")
+        if found is not None and self.steps_done == 0:
+            self.load_checkpoint(found)
+            self.console.notice(f"resumed at step {self.steps_done} from {found}")
         if self.world.is_main:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / "config.toml").write_text(dump_toml(self.config), encoding="utf-8")
@@ -308,7 +309,7 @@ class Trainer:
         facts = asdict(self.config) | {"environment": environment()}
         return make_trackers(self.config.log, self.run_dir, self.steps_done or None, facts)
 
-    def _save(self, checkpointer: checkpoint.Checkpointer, metrics: dict[str, float]) -> None:
+    def _save(self, checkpointer: Checkpointer, metrics: dict[str, float]) -> None:
         checkpointer.save(
             self.steps_done,
             model=self.policy.module,

@@ -1,0 +1,168 @@
+"""Two gloo ranks against one process: gradients of every aggregation, odd microbatches, empty ranks (A1-A3, HSDP)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CASES = {
+    "token_mean": {"aggregation": "token_mean"},
+    "sequence_mean": {"aggregation": "sequence_mean"},
+    "constant": {"aggregation": "constant"},
+    "small_microbatches": {"aggregation": "token_mean", "max_tokens": 24},
+    "alone": {"aggregation": "token_mean", "share_prompts": False, "max_tokens": 30},
+    "one_sample": {"aggregation": "token_mean", "only": 1},
+    "masked": {"aggregation": "token_mean", "mask_all_but": 3},
+    "checkpointing": {"aggregation": "token_mean", "activation_checkpointing": True},
+    "replicated": {"aggregation": "token_mean", "shard_size": 1},
+    "untied": {"aggregation": "token_mean", "model": "qwen3_untied"},
+}
+
+
+def make_models(folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    for name, family, tied in (("llama", "llama", True), ("qwen3_untied", "qwen3", False)):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **common, tie_word_embeddings=tied)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+
+
+def make_samples(only: int | None = None, mask_all_but: int | None = None):
+    from lightrl.training.packing import TrainSample
+
+    g = torch.Generator().manual_seed(3)
+    samples = []
+    for group in range(5):
+        prompt = torch.randint(3, 97, (int(torch.randint(1, 9, (1,), generator=g)),), generator=g).tolist()
+        for index in range(group % 3 + 1):
+            n = int(torch.randint(1, 14, (1,), generator=g))
+            mask = torch.randint(0, 2, (n,), generator=g).tolist()
+            if mask_all_but is not None and group != mask_all_but:
+                mask = [0] * n
+            samples.append(
+                TrainSample(
+                    group_index=group,
+                    index=index,
+                    prompt=prompt,
+                    response=torch.randint(3, 97, (n,), generator=g).tolist(),
+                    loss_mask=mask,
+                    rollout_logprobs=[-1.0] * n,
+                    advantage=float(torch.randn(1, generator=g)),
+                )  # fmt: skip
+            )
+    if only is not None:
+        samples = [s for s in samples if sum(s.loss_mask)][:only]
+    return samples
+
+
+def gradients(models: Path, case: dict) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Gradients of one update's loss for a case, whole, and the weights' names."""
+    from lightrl.config.schema import AlgorithmConfig, ModelConfig
+    from lightrl.distributed.fsdp import clean_name, set_gradient_sync
+    from lightrl.distributed.mesh import init_world
+    from lightrl.observe.metrics import Tally
+    from lightrl.training.balance import CostModel
+    from lightrl.training.batch import build_minibatches
+    from lightrl.training.policy import Policy
+    from lightrl.training.update import microbatch_loss
+
+    world = init_world("cpu", case.get("shard_size"))
+    model = ModelConfig(
+        path=str(models / case.get("model", "llama")),
+        compute_dtype="float32",
+        activation_checkpointing=case.get("activation_checkpointing", False),
+    )
+    policy = Policy.load(model, world)
+    samples = make_samples(case.get("only"), case.get("mask_all_but"))
+    (minibatch,) = build_minibatches(
+        samples[world.rank :: world.size],
+        world,
+        minibatches=1,
+        max_tokens=case.get("max_tokens", 1000),
+        share_prompts=case.get("share_prompts", True),
+        aggregation=case["aggregation"],
+        constant_length=16,
+        cost=CostModel.from_config(policy.hf_config),
+        pad_token_id=0,
+    )
+    tally = Tally()
+    algorithm = AlgorithmConfig(entropy_coef=0.01)
+    for i, batch in enumerate(minibatch):
+        set_gradient_sync(policy.module, i == len(minibatch) - 1)
+        logprobs, entropy = policy(batch, 0.9)
+        microbatch_loss(logprobs, entropy, batch, algorithm, tally).backward()
+    whole = {clean_name(n): p.grad.full_tensor().clone() for n, p in policy.module.named_parameters()}
+    metrics = Tally.merged(world.gather(tally.to_dict())).result()
+    return whole, metrics
+
+
+def run_cases(models: str, reference: str) -> None:
+    """On each of two ranks: every case's gradients and loss equal the single process's."""
+    from safetensors.torch import load_file
+
+    for name, case in CASES.items():
+        found, metrics = gradients(Path(models), case)
+        expected = load_file(f"{reference}/{name}.safetensors")
+        assert found.keys() == expected.keys()
+        for parameter, gradient in expected.items():
+            torch.testing.assert_close(found[parameter], gradient, atol=1e-6, rtol=1e-5, msg=f"{name}: {parameter}")
+        wanted = json.loads(Path(reference, f"{name}.json").read_text())
+        for metric, value in wanted.items():
+            assert metrics[metric] == pytest.approx(value, abs=1e-5), f"{name}: {metric}"
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_equal_one(tmp_path, run_distributed):
+    from safetensors.torch import save_file
+
+    from lightrl.distributed.mesh import close_world
+
+    make_models(tmp_path / "models")
+    try:
+        for name, case in CASES.items():
+            single = {k: v for k, v in case.items() if k != "shard_size"}
+            whole, metrics = gradients(tmp_path / "models", single)
+            assert any(g.abs().max() > 0 for g in whole.values())
+            save_file({k: v.contiguous() for k, v in whole.items()}, tmp_path / f"{name}.safetensors")
+            (tmp_path / f"{name}.json").write_text(json.dumps(metrics))
+    finally:
+        close_world()
+    run_distributed(run_cases, 2, tmp_path / "models", tmp_path)
+
+
+def test_one_process_equals_the_stock_model(tmp_path):
+    """The single process that two ranks are held to, itself against plain transformers and autograd."""
+    from transformers import AutoModelForCausalLM
+
+    from lightrl.distributed.mesh import close_world
+
+    make_models(tmp_path)
+    try:
+        found, _ = gradients(tmp_path, {"aggregation": "sequence_mean"})
+    finally:
+        close_world()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", attn_implementation="eager", dtype=torch.float32)
+    counted = [s for s in make_samples() if sum(s.loss_mask)]
+    for s in counted:
+        logits = model(torch.tensor([s.prompt + s.response]), use_cache=False).logits[0, len(s.prompt) - 1 : -1]
+        log_p = (logits / 0.9).log_softmax(-1)
+        mine = log_p.gather(-1, torch.tensor(s.response)[:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        mask = torch.tensor(s.loss_mask, dtype=torch.float32)
+        token_loss = -s.advantage * (mine - mine.detach()).exp() - 0.01 * entropy
+        ((token_loss * mask).sum() / mask.sum() / len(counted)).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[f"model.{name}"], parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+if __name__ == "__main__":
+    run_cases(*sys.argv[1:])
