@@ -216,6 +216,8 @@ def load_weights(model: PreTrainedModel, folder: Path, *, trust_remote_code: boo
     a `UserError`. Families stored under other names than they have in memory (most MoE) are loaded by transformers into
     host memory first, on every rank.
     """
+    if any(model.get_parameter(a) is not model.get_parameter(b) for a, b in model.all_tied_weights_keys.items()):
+        model.tie_weights()  # `to_empty` gives an unsharded model a tensor for each name
     rebuild_buffers(model)
     targets = persistent_tensors(model)
     files = checkpoint_files(folder)

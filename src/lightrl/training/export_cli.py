@@ -1,0 +1,99 @@
+"""`lightrl export`: a run's checkpoint into a Hugging Face folder, tensor by tensor, in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightrl.config.load import load_config
+from lightrl.errors import UserError
+from lightrl.models.export import MAX_SHARD_BYTES, export_dtype, write_hf_folder
+from lightrl.models.load import empty_model, load_config_and_tokenizer, persistent_tensors, resolve_checkpoint
+from lightrl.training.checkpoint import MARKER, find_fault, latest
+from lightrl.training.checkpoint_storage import read_tensors, read_whole
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# The trainer saves its policy module, which holds the Hugging Face model as `model`.
+_PREFIXES = ("model.model.", "model.")
+
+
+def export_run(source: Path, out: Path, dtype: str = "auto") -> Path:
+    """Export a run folder's newest checkpoint, or one checkpoint folder, to `out`; returns the checkpoint taken.
+
+    `dtype`: bfloat16, float16, float32, or auto for the type of the checkpoint that the run started from. The whole
+    model is never in memory, only a file of it at a time.
+    """
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise UserError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+    folder, run_dir = _find(source)
+    config_file = run_dir / "config.toml"
+    if not config_file.is_file():
+        raise UserError(f"{config_file} is missing: it names the model that {folder} was trained from")
+    settings = load_config(config_file).model
+    config, _ = load_config_and_tokenizer(
+        settings.path, settings.revision, settings.tokenizer, settings.trust_remote_code
+    )
+    original = resolve_checkpoint(settings.path, settings.revision, weights=False)
+    model = empty_model(config, trust_remote_code=settings.trust_remote_code)
+    tensors = read_tensors(folder)
+    stored = _stored_names(model, tensors, folder)
+    target = _source_dtype(original) if dtype == "auto" else _DTYPES[dtype]
+
+    def fetch(name: str) -> Tensor:
+        whole = read_whole(folder, stored[name], tensors)
+        return whole.to(export_dtype(model, name, whole.dtype, target))
+
+    write_hf_folder(
+        model,
+        fetch,
+        out,
+        original,
+        target,
+        is_main=True,
+        max_shard_bytes=MAX_SHARD_BYTES,
+        replace=False,
+        device=torch.device("cpu"),
+    )
+    return folder
+
+
+def _find(source: Path) -> tuple[Path, Path]:
+    """The checkpoint to export, and the run folder it lies in."""
+    if not source.is_dir():
+        raise UserError(f"no such folder: {source}")
+    if (source / MARKER).is_file():
+        if fault := find_fault(source.resolve()):
+            raise UserError(f"{source} is damaged: {fault}")
+        return source, source.resolve().parent.parent
+    if source.name.startswith("step_"):
+        raise UserError(f"{source} has no {MARKER}: it was never completed; give the run folder to take the newest")
+    folder = latest(source / "checkpoints")
+    if folder is None:
+        raise UserError(f"{source} is neither a run folder with checkpoints nor a checkpoint")
+    return folder, source
+
+
+def _stored_names(model: PreTrainedModel, tensors: Mapping[str, object], folder: Path) -> dict[str, str]:
+    """Name in the model -> name in the checkpoint, where tied tensors are stored once."""
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in persistent_tensors(model).items():
+        names_of.setdefault(id(tensor), []).append(name)
+    found: dict[str, str] = {}
+    for names in names_of.values():
+        stored = next((p + n for p in _PREFIXES for n in names if p + n in tensors), None)
+        if stored is None:
+            raise UserError(f"{folder} is of another model than the run's config.toml names: it has no {names[0]}")
+        found.update(dict.fromkeys(names, stored))
+    return found
+
+
+def _source_dtype(folder: Path) -> torch.dtype | None:
+    """Type that config.json names; None (as trained) if it names none."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config") or config
+    return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")))
