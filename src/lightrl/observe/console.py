@@ -216,22 +216,20 @@ def _cell_style(title: str, cell: str) -> str:
 
 
 def _number(value: float | None, kind: str, width: int) -> str:
+    """The value in at most `width` characters, with an exponent where it would not fit or would vanish."""
     if value is None:
         return "–"
     if not math.isfinite(value):
         return str(float(value))
-    if kind == "share":
-        return f"{value:.0%}"
-    if kind == "seconds":
-        return f"{value:.1f}s" if value < 1000 else _duration(value)
-    if kind == "power":
-        return _power(value)
     decimals = {"fixed0": 0, "fixed1": 1}.get(kind, 3)
     text = f"{value:.{decimals}f}"
-    vanished = value != 0 and kind == "fixed" and abs(value) < 0.0005
-    if len(text) <= width and not vanished:
-        return text
-    return _power(value) if len(_power(value)) <= width else _power(value, decimals=0)
+    if kind == "share":
+        text = f"{value:.0%}"
+    elif kind == "seconds":
+        text = f"{value:.1f}s" if value < 1000 else _duration(value)
+    elif kind == "power" or (kind == "fixed" and value != 0 and abs(value) < 0.0005):
+        text = _power(value)
+    return next((t for t in (text, _power(value)) if len(t) <= width), _power(value, decimals=0))
 
 
 def _power(value: float, decimals: int = 1) -> str:
@@ -243,6 +241,7 @@ def _power(value: float, decimals: int = 1) -> str:
 def _duration(seconds: float) -> str:
     if math.isnan(seconds):
         return "–"
+    seconds = min(max(seconds, 0.0), 99_999 * 86_400)  # six characters at most
     if seconds < 60:
         return f"{seconds:.0f}s"
     if seconds < 3600:

@@ -67,12 +67,14 @@ button, select, input { font: inherit; color: inherit; background: var(--card); 
   font-weight: 500; }
 .sample .text { background: var(--chip); border-radius: 7px; padding: 8px 10px; white-space: pre-wrap;
   overflow-wrap: anywhere; max-height: 420px; overflow-y: auto; }
-.sample .badge { color: var(--ink); font-weight: 650; font-variant-numeric: tabular-nums; } .completed { color: var(--ok); }
+.sample .badge { color: var(--ink); font-weight: 650; font-variant-numeric: tabular-nums; }
+.completed { color: var(--ok); }
 .truncated, .aborted { color: var(--warn); }
 .failed { color: var(--bad); }
 .num { text-align: right; color: var(--soft); }
 .wide { overflow-x: auto; }
-@media (max-width: 700px) { .wide svg.chart { min-width: 680px; } .sample > summary { grid-template-columns: 64px 60px 74px 1fr; }
+@media (max-width: 700px) { .wide svg.chart { min-width: 680px; }
+  .sample > summary { grid-template-columns: 64px 60px 74px 1fr; }
   .sample .hide { display: none; } }
 """
 

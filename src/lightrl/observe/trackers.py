@@ -84,10 +84,11 @@ class WandbTracker:
     ) -> None:
         try:
             import wandb
-        except ImportError:
+        except ImportError as error:
             raise UserError(
-                "log.trackers: 'wandb' is not installed: pip install wandb, or take 'wandb' out of log.trackers"
-            ) from None
+                f"log.trackers: wandb cannot be imported ({error}): pip install wandb, "
+                "or take 'wandb' out of log.trackers"
+            ) from error
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         id_file = run_dir / "wandb_id"
