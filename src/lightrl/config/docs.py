@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -41,6 +42,16 @@ def markdown() -> str:
         head = f"\n## `{title}`\n\n{docs[section]}\n\n| key | type | default | |\n|---|---|---|---|\n"
         parts.append(head + "\n".join(rows) + "\n")
     return "".join(parts)
+
+
+def listing(word: str = "", width: int = 100) -> str:
+    """Keys whose full name contains `word`, for a terminal: name, type and default, doc below."""
+    lines = []
+    for key in describe():
+        if word in key.full_name:
+            lines.append(f"{key.full_name} = {key.default or '(unset)'}  ({_type(key)})")
+            lines += textwrap.wrap(key.doc, width, initial_indent="    ", subsequent_indent="    ")
+    return "".join(line + "\n" for line in lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

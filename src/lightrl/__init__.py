@@ -1,0 +1,61 @@
+"""Reinforcement-learning post-training of language models in plain PyTorch.
+
+Names load on first use: `import lightrl` imports no torch.
+
+>>> from lightrl import Config, load_config, Trainer  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightrl.config.dump import dump_toml
+    from lightrl.config.load import load_config
+    from lightrl.config.problems import ConfigError
+    from lightrl.config.schema import Config
+    from lightrl.errors import UserError
+    from lightrl.training.trainer import Trainer
+    from lightrl.types import Microbatch, Prompt, Sample, SampleGroup, Status
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "lightrl.config.schema",
+    "ConfigError": "lightrl.config.problems",
+    "Microbatch": "lightrl.types",
+    "Prompt": "lightrl.types",
+    "Sample": "lightrl.types",
+    "SampleGroup": "lightrl.types",
+    "Status": "lightrl.types",
+    "Trainer": "lightrl.training.trainer",
+    "UserError": "lightrl.errors",
+    "dump_toml": "lightrl.config.dump",
+    "load_config": "lightrl.config.load",
+}
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Microbatch",
+    "Prompt",
+    "Sample",
+    "SampleGroup",
+    "Status",
+    "Trainer",
+    "UserError",
+    "__version__",
+    "dump_toml",
+    "load_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lightrl' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,240 @@
+"""The `lightrl` command. Commands are thin, and torch is imported inside them: help and config errors are quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, cast
+
+import typer
+
+from lightrl.errors import UserError
+
+if TYPE_CHECKING:
+    from lightrl.config import Config
+
+T = TypeVar("T")
+
+_CONFIG_ARGS = "[TOML ...] [--section.key value ...]"
+# Typer would hand `--optim.lr` to a list of paths: these commands take their words raw, and `_split` sorts them.
+_RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
+_CONFIG_EPILOG = (
+    "Sections: run, model, data, reward, rollout, engine, algorithm, optim, parallel, checkpoint, eval, log. "
+    "`lightrl config list` shows every key with its type, default and meaning. "
+    "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
+)
+
+app = typer.Typer(
+    help="Reinforcement-learning post-training of language models in plain PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Show, check or list the configuration.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line. Wrong input is a line on stderr for each problem, and exit status 2."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="lightrl")
+    except UserError as error:
+        if _speaks():
+            for problem in getattr(error, "problems", [str(error)]):
+                print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.command(context_settings=_RAW, options_metavar=_CONFIG_ARGS, epilog=_CONFIG_EPILOG)
+def train(ctx: typer.Context) -> None:
+    """Train, or go on from the newest checkpoint in run.dir.
+
+    On several GPUs or processes: torchrun --nproc-per-node 8 -m lightrl train run.toml
+    """
+    from lightrl.config.load import load_for_run
+
+    config = load_for_run(*_split(ctx.args))
+    _recorded(lambda: _train(config))
+
+
+@app.command("eval", context_settings=_RAW, options_metavar=f"{_CONFIG_ARGS} [OPTIONS]", epilog=_CONFIG_EPILOG)
+def evaluate(
+    ctx: typer.Context,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Evaluate this checkpoint or Hugging Face folder, not the newest checkpoint of run.dir."),
+    ] = None,
+) -> None:
+    """Evaluate on the [[eval.sets]] of the configuration."""
+    from lightrl.config.load import load_for_run
+
+    paths, overrides = _split(ctx.args)
+    if checkpoint is None:
+        scores = _recorded(lambda: _evaluate(load_for_run(paths, overrides, purpose="eval")))
+    else:
+        scores = _evaluate_checkpoint(checkpoint, paths, overrides)
+    if _speaks():
+        width = max(map(len, scores), default=0)
+        for name, value in scores.items():
+            print(f"{name:<{width}}  {value:.4f}")
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face format.")],
+    run: Annotated[Path | None, typer.Option(help="Export the newest checkpoint of this run folder.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Export this checkpoint folder.")] = None,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"], typer.Option(help="Of the weights; auto: as in the starting model.")
+    ] = "auto",
+) -> None:
+    """Write a checkpoint as a Hugging Face folder."""
+    source = run or checkpoint
+    if source is None or (run and checkpoint):
+        raise UserError("export: name what to export by one of --run DIR and --checkpoint DIR")
+    _must_be_folder(source, "export")
+    from lightrl.training.export_cli import export_run
+
+    export_run(source, out, dtype)
+    print(f"wrote {out}")
+
+
+@config_app.command(context_settings=_RAW, options_metavar=_CONFIG_ARGS, epilog=_CONFIG_EPILOG)
+def show(ctx: typer.Context) -> None:
+    """Print the resolved configuration as TOML."""
+    from lightrl.config import dump_toml, load_config
+
+    paths, overrides = _split(ctx.args)
+    print(dump_toml(load_config(*paths, overrides=overrides)), end="")
+
+
+@config_app.command(context_settings=_RAW, options_metavar=_CONFIG_ARGS, epilog=_CONFIG_EPILOG)
+def check(ctx: typer.Context) -> None:
+    """Check keys, types, ranges, and that a training run has what it needs; start nothing."""
+    from lightrl.config.load import load_for_run
+
+    paths, overrides = _split(ctx.args)
+    load_for_run(paths, overrides)
+    print(f"OK: {' + '.join(paths) or 'the command line'} is a valid configuration")
+
+
+@config_app.command("list")
+def list_keys(
+    word: Annotated[str, typer.Argument(help="Only keys that contain this, such as optim or clip.")] = "",
+) -> None:
+    """List every key with its type, default and meaning."""
+    from lightrl.config.docs import listing
+
+    text = listing(word)
+    if not text:
+        raise UserError(f"config list: no key contains {word!r}")
+    print(text, end="")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, what each missing package costs, and which hardware is seen."""
+    from lightrl.doctor import report
+
+    report()
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="smollm2-135m (the quickstart's model) or arithmetic (its data).")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default: one under models/ or data/.")] = None,
+) -> None:
+    """Get the quickstart's model or data, without a model hub."""
+    from lightrl.models.fetch import fetch as fetch_by_name
+
+    print(fetch_by_name(name, out))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run folder (run.dir).")],
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file; default: report.html in the run folder.")
+    ] = None,
+) -> None:
+    """Write a run's HTML report and the PNG of its reward curve."""
+    _must_be_folder(run, "report")
+    from lightrl.observe.report import write_report
+
+    for path in write_report(run, out):
+        print(path)
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Raw words as (TOML paths, overrides). A flag without `=` takes the word after it."""
+    from lightrl.config.sources import is_flag
+
+    paths, overrides = [], []
+    waiting = list(words)
+    while waiting:
+        word = waiting.pop(0)
+        if not is_flag(word):
+            paths.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word and waiting and not is_flag(waiting[0]):
+            overrides.append(waiting.pop(0))
+    return paths, overrides
+
+
+def _train(config: Config) -> None:
+    from lightrl.training.trainer import Trainer
+
+    Trainer(config).train()
+
+
+def _evaluate(config: Config) -> dict[str, float]:
+    from lightrl.training.trainer import Trainer
+
+    return Trainer(config).evaluate()
+
+
+def _evaluate_checkpoint(checkpoint: Path, paths: Sequence[str], overrides: Sequence[str]) -> dict[str, float]:
+    """Evaluate a Hugging Face folder, or a checkpoint by way of one. The run folder of the config is left alone."""
+    import tempfile
+
+    from lightrl.config.load import load_for_run
+
+    _must_be_folder(checkpoint, "eval: --checkpoint")
+    ready = (checkpoint / "config.json").is_file()
+    if not ready and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"eval: {checkpoint} is a training checkpoint; on several processes export it first: "
+            f"lightrl export --checkpoint {checkpoint} OUT, then --checkpoint OUT"
+        )
+    with tempfile.TemporaryDirectory(prefix="lightrl-eval-") as scratch:
+        model = checkpoint if ready else Path(scratch, "model")
+        flags = [*overrides, f"--model.path={model.absolute()}", f"--run.dir={Path(scratch, 'run')}"]
+        if not ready:
+            load_for_run(paths, [*overrides, f"--model.path={checkpoint.absolute()}"], purpose="eval")
+            from lightrl.training.export_cli import export_run
+
+            export_run(checkpoint, model, "float32")
+        return _recorded(lambda: _evaluate(load_for_run(paths, flags, purpose="eval")))
+
+
+def _recorded(run: Callable[[], T]) -> T:
+    """Run it; under torchrun, an exception also goes into the job's report, with this rank's number."""
+    if "RANK" not in os.environ:
+        return run()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return cast(T, record(run)())
+
+
+def _must_be_folder(path: Path, command: str) -> None:
+    if not path.is_dir():
+        raise UserError(f"{command}: {path}: {'not a folder' if path.exists() else 'no such folder'}")
+
+
+def _speaks() -> bool:
+    """One process a machine prints: under torchrun the others would say the same."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
