@@ -1,0 +1,138 @@
+"""A prompt set: rows read, rendered through the chat template, tokenized, and held to a length."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightrl.config.schema import DataConfig
+from lightrl.data.errors import BadRows, DataError
+from lightrl.data.render import RowReader
+from lightrl.data.rows import read_rows
+from lightrl.types import Prompt
+
+_BATCH = 1024  # texts tokenized in one call
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """Prompts in file order, `prompts[i].index == i`, and what became of those that were too long."""
+
+    prompts: Sequence[Prompt]
+    limit: int
+    """Longest prompt, in tokens."""
+    dropped: int = 0
+    truncated: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+    @property
+    def notice(self) -> str:
+        """One line on prompts that were dropped or truncated; empty when none was."""
+        total = len(self.prompts) + self.dropped
+        if self.dropped:
+            return f"data: dropped {self.dropped} of {total} prompts longer than {self.limit} tokens"
+        if self.truncated:
+            return f"data: truncated {self.truncated} of {total} prompts to their last {self.limit} tokens"
+        return ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash over tokens, labels and metadata of all rows, in order: two sets with the same one are the same data."""
+        digest = hashlib.sha256()
+        for prompt in self.prompts:
+            row = [prompt.tokens, prompt.label, prompt.metadata, prompt.tools]
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode("utf-8", "surrogatepass") + b"\n")
+        return digest.hexdigest()
+
+
+def load_prompts(config: DataConfig, tokenizer: Any, *, context_length: int, max_response_tokens: int) -> PromptSet:
+    """Read, render and tokenize `config.path`. Needs a tokenizer, no model.
+
+    A prompt may have `context_length - max_response_tokens` tokens, or `config.max_prompt_tokens` if that is less.
+    Raises DataError with `file:line`, for the first bad row and the number of others.
+    """
+    limit = _limit(config, context_length, max_response_tokens)
+    reader = RowReader(config, tokenizer)
+    bad = BadRows()
+    prompts: list[Prompt] = []
+    paths = [config.path] if isinstance(config.path, str) else list(config.path)
+    if not any(paths):
+        raise DataError("data.path is not set: name a jsonl or parquet file, a folder or a hub dataset")
+    for path in paths:
+        for source, row in read_rows(path, config.split, bad):
+            prompt = reader.read(source, row, bad)
+            if prompt is not None:
+                prompts.append(prompt)
+    bad.raise_if_any()
+    reader.check_optional_keys(", ".join(paths))
+    prompts = _tokenize(prompts, tokenizer, bad)
+    bad.raise_if_any()
+    return _hold_to_limit(prompts, tokenizer, config, limit)
+
+
+def _limit(config: DataConfig, context_length: int, max_response_tokens: int) -> int:
+    limit = context_length - max_response_tokens
+    if limit < 1:
+        raise DataError(
+            f"no room for a prompt: rollout.max_response_tokens = {max_response_tokens} of the model's context of "
+            f"{context_length} tokens: lower it (an evaluation set has its own max_response_tokens)"
+        )
+    return limit if config.max_prompt_tokens is None else min(limit, config.max_prompt_tokens)
+
+
+def _tokenize(prompts: list[Prompt], tokenizer: Any, bad: BadRows) -> list[Prompt]:
+    """Rendered chats already hold their special tokens as text; plain strings get the tokenizer's own."""
+    done: list[Prompt] = []
+    for start in range(0, len(prompts), _BATCH):
+        batch = prompts[start : start + _BATCH]
+        for special in (False, True):
+            texts = [p.text for p in batch if (p.messages is None) is special]
+            ids = iter(tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else ())
+            batch = [replace(p, tokens=list(next(ids))) if (p.messages is None) is special else p for p in batch]
+        done += batch
+    for prompt in done:
+        if not prompt.tokens:
+            bad.add(f"{prompt.source}: the prompt has no tokens: remove the row")
+    return done
+
+
+def _hold_to_limit(prompts: list[Prompt], tokenizer: Any, config: DataConfig, limit: int) -> PromptSet:
+    long = [p for p in prompts if len(p.tokens) > limit]
+    if long and config.overlong == "error":
+        bad = BadRows()
+        for p in long:
+            bad.add(
+                f"{p.source}: the prompt has {len(p.tokens)} tokens, {limit} is the limit: set data.overlong = 'drop' or "
+                "'truncate', raise data.max_prompt_tokens if it is set, or lower rollout.max_response_tokens"
+            )
+        bad.raise_if_any()
+    if len(long) == len(prompts) and config.overlong == "drop":
+        shortest = min(long, key=lambda p: len(p.tokens))
+        raise DataError(
+            f"{prompts[0].source}: all {len(prompts)} prompts are longer than {limit} tokens (the shortest, "
+            f"{shortest.source}, has {len(shortest.tokens)}): raise data.max_prompt_tokens, lower "
+            "rollout.max_response_tokens, or set data.overlong = 'truncate'"
+        )
+    kept = []
+    for prompt in prompts:
+        if len(prompt.tokens) > limit:
+            if config.overlong == "drop":
+                continue
+            tokens = prompt.tokens[-limit:]
+            prompt = replace(prompt, tokens=tokens, text=tokenizer.decode(tokens, skip_special_tokens=False))
+        kept.append(replace(prompt, index=len(kept)))
+    truncate = config.overlong == "truncate"
+    return PromptSet(
+        prompts=kept, limit=limit, dropped=0 if truncate else len(long), truncated=len(long) if truncate else 0
+    )

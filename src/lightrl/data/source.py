@@ -1,0 +1,93 @@
+"""The order prompts come in: seeded, endless, and continued exactly after a restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lightrl.data.errors import DataError
+from lightrl.data.prompts import PromptSet
+from lightrl.types import Prompt
+
+_MASK = (1 << 64) - 1
+
+
+class PromptSource:
+    """Deals prompts out, epoch after epoch. The same on every rank: each takes its own share of what `next` returns.
+
+    >>> source = PromptSource(prompts, seed=0, shuffle=True)          # doctest: +SKIP
+    >>> step = source.next(32); state = source.state()                # doctest: +SKIP
+    >>> PromptSource(prompts, seed=0, shuffle=True).restore(state)    # continues with the 33rd # doctest: +SKIP
+    """
+
+    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool) -> None:
+        if not len(prompts):
+            raise DataError("no prompts to draw from")
+        self.prompts = prompts
+        self.seed = seed
+        self.shuffle = shuffle
+        self._fingerprint = prompts.fingerprint
+        self._epoch = 0
+        self._position = 0  # always < len(prompts)
+        self._order = self._permutation(0)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs dealt out so far, such as 1.25."""
+        return self._epoch + self._position / len(self.prompts)
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next `n` prompts. They may end one epoch and begin the next, or span several."""
+        taken: list[Prompt] = []
+        while len(taken) < n:
+            part = self._order[self._position : self._position + n - len(taken)]
+            taken += [self.prompts[int(i)] for i in part]
+            self._position += len(part)
+            if self._position == len(self.prompts):
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._permutation(self._epoch)
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """Where the source stands, for a checkpoint (JSON values only)."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_prompts": len(self.prompts),
+            "fingerprint": self._fingerprint,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises DataError when data, seed or shuffling have changed since: the order would silently be another one.
+        """
+        for name, key, ours in (("seed", "run.seed", self.seed), ("shuffle", "data.shuffle", self.shuffle)):
+            if state[name] != ours:
+                raise DataError(
+                    f"{key} = {ours}, but the checkpoint was made with {state[name]}: set it back, or start a new "
+                    "run.dir"
+                )
+        if state["fingerprint"] != self._fingerprint:
+            raise DataError(
+                f"data.path: the checkpoint was made with other prompts ({state['num_prompts']}, now "
+                f"{len(self.prompts)}; rows, labels, tokenizer, chat template and length limits count): restore them, "
+                "or start a new run.dir"
+            )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._order = self._permutation(self._epoch)
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        """Order of an epoch, [number of prompts] int64.
+
+        Sorts raw output of the Philox counter: numpy promises that this stream never changes, while the methods of
+        `Generator` may change between releases.
+        """
+        size = len(self.prompts)
+        if not self.shuffle:
+            return np.arange(size)
+        key = np.array([self.seed & _MASK, epoch], dtype=np.uint64)
+        return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")

@@ -1,0 +1,54 @@
+"""What a reward function returned, as a number and extras."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class BadReward(ValueError):
+    """A reward function returned something that is not a reward."""
+
+
+def reward_of(value: Any, key: str | None) -> tuple[float, dict[str, Any]]:
+    """(number, the other entries of a dict). Without `key`, a dict's number is its `score`. Raises BadReward."""
+    if not isinstance(value, Mapping):
+        return _number(value, "the reward"), {}
+    name = key if key is not None else "score"
+    if name not in value:
+        has = ", ".join(map(repr, value)) or "nothing"
+        raise BadReward(f"the reward has no entry {name!r}, only {has}: set reward.key to the one to train on")
+    return _number(value[name], f"the reward's {name!r}"), {str(k): v for k, v in value.items() if k != name}
+
+
+def list_of(value: Any, length: int) -> list[Any]:
+    """The results of a batched function, one a sample. Raises BadReward: a wrong count tells nothing about any sample."""
+    if hasattr(value, "tolist"):  # numpy, torch
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise BadReward(f"a batched reward function must return a list, not {_describe(value)}")
+    if len(value) != length:
+        raise BadReward(f"the reward function returned {len(value)} results for {length} samples")
+    return list(value)
+
+
+def _number(value: Any, what: str) -> float:
+    if not isinstance(value, str | bytes) and hasattr(value, "item") and getattr(value, "size", None) is not None:
+        try:
+            value = value.item()  # numpy and torch scalars; more than one element is an error
+        except (ValueError, RuntimeError):
+            pass
+    if not isinstance(value, numbers.Real):  # bool is one
+        raise BadReward(f"{what} is {_describe(value)}, not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise BadReward(f"{what} is {number}, not a finite number")
+    return number
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "None"
+    return f"a {type(value).__name__} ({str(value)[:60]!r})" if isinstance(value, str) else f"a {type(value).__name__}"
