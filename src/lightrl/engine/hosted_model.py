@@ -33,6 +33,7 @@ class HostedModel:
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             by_tensor.setdefault(id(tensor), []).append(name)
         self._aliases = {name: tuple(names) for names in by_tensor.values() for name in names}
+        self._parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         self._shapes = {name: t.shape for name, t in self.module.state_dict().items()}
         self._dtypes = {name: t.dtype for name, t in self.module.state_dict().items()}
 
@@ -83,12 +84,7 @@ class HostedModel:
 
     def _bind(self, name: str, tensor: Tensor) -> None:
         """Put a tensor under a name and all its aliases."""
-        old = (
-            self.module.get_parameter(name)
-            if name in dict(self.module.named_parameters(remove_duplicate=False))
-            else None
-        )
-        new = tensor if old is None else nn.Parameter(tensor, requires_grad=False)
+        new = nn.Parameter(tensor, requires_grad=False) if name in self._parameters else tensor
         for alias in self._aliases[name]:
             owner_name, _, leaf = alias.rpartition(".")
             setattr(self.module.get_submodule(owner_name), leaf, new)

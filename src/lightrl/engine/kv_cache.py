@@ -1,8 +1,8 @@
 """Keys and values of the running sequences, and the attention function that reads and writes them.
 
-Each layer holds two tensors [slots, KV heads, capacity, head dim]; sequence r of the batch lives in slot r. They grow by
-need. Heads before positions, so that what one head reads lies together. transformers calls `cached_attention` through
-its registry of attention functions; the cache travels there as a keyword argument of the model's forward.
+Each layer holds two tensors [slots, KV heads, capacity, head dim]; sequence r of the batch lives in slot r. They grow
+by need. Heads before positions, so that what one head reads lies together. transformers calls `cached_attention`
+through its registry of attention functions; the cache travels there as a keyword argument of the model's forward.
 
 Shapes: `R` running sequences, `T` packed prompt tokens, `H` query heads, `h` KV heads, `D` head dim, `L` keys.
 """
@@ -49,8 +49,8 @@ def cached_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention over cached and new keys, in the signature of transformers' attention functions.
 
-    query [B, H, Q, D], key and value [B, h, Q, D]; returns [B, Q, H, D]. `softcap` squashes scores (Gemma 2), `s_aux` [H]
-    are attention sinks (gpt-oss).
+    query [B, H, Q, D], key and value [B, h, Q, D]; returns [B, Q, H, D]. `softcap` squashes scores (Gemma 2), `s_aux`
+    [H] are attention sinks (gpt-oss).
     """
     if kv_cache is None:
         raise RuntimeError("this model was built for the embedded engine: it runs only with its kv_cache")

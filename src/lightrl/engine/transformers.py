@@ -1,9 +1,9 @@
 """The embedded engine: batched generation with transformers' model code, on CPU or GPU, in the trainer's own process.
 
 Requests queue; a driver task on the caller's event loop takes steps while there is work. A step admits what fits (the
-prompts packed into one forward, each prompt of a group computed once), then decodes one token of every running row. Rows
-that end leave at once and waiting ones take their place. There is no padding: prompts are packed, and each row reads
-its own length of the cache.
+prompts packed into one forward, each prompt of a group computed once), then decodes one token of every running row.
+Rows that end leave at once and waiting ones take their place. No padding tokens are ever fed to the model: prompts are
+packed, and rows of unlike length read the cache in separate spans.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class TransformersEngine:
         max_prefill_tokens: int = 8192,
         context_length: int | None = None,
     ) -> None:
-        text_config = model_config.get_text_config()
         self.policy_version = -1
         self.device = torch.device(device)
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
+        self._model = HostedModel(model_config, self.device, dtype)
+        text_config = model_config.get_text_config()
         self.context_length = context_length or int(text_config.max_position_embeddings)
         self._vocab_size = int(text_config.vocab_size)
         self._num_layers = int(text_config.num_hidden_layers)
         self._eos_ids = frozenset(eos_token_ids)
         self._decode_text = _text_decoder(decode)
-        self._model = HostedModel(model_config, self.device, dtype)
         self._cache = KVCache(self.device)
         self._slots = Slots(max_batch)
         self._jobs: dict[str, Job] = {}
@@ -190,10 +190,11 @@ class TransformersEngine:
             if self._slots.rows:
                 self._decode()
         except torch.OutOfMemoryError as error:
+            held = self._cache.num_bytes / 2**30
             raise torch.OutOfMemoryError(
-                f"out of GPU memory with {self._slots.num_running} sequences and {self._cache.num_bytes / 2**30:.1f} GiB "
-                f"of keys and values: lower engine.max_batch (now {self.max_batch}) or engine.max_prefill_tokens (now "
-                f"{self.max_prefill_tokens})"
+                f"out of GPU memory with {self._slots.num_running} sequences and {held:.1f} GiB of keys and values: "
+                f"lower engine.max_batch (now {self.max_batch}) or engine.max_prefill_tokens "
+                f"(now {self.max_prefill_tokens})"
             ) from error
 
     def _admit(self) -> None:
@@ -257,8 +258,8 @@ class TransformersEngine:
         logits = self._forward(torch.tensor([tokens]), torch.tensor([positions]), torch.tensor(last))[0]
         if self._cache.num_layers != self._num_layers:
             raise RuntimeError(
-                f"{self._cache.num_layers} of {self._num_layers} layers attend through the cache: this model type keeps "
-                "other state between tokens and cannot run in the embedded engine"
+                f"{self._cache.num_layers} of {self._num_layers} layers attend through the cache: this model type "
+                "keeps other state between tokens and cannot run in the embedded engine"
             )
         started = []
         for (job, slots), row_logits in zip(prompts, logits, strict=True):

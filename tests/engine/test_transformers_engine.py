@@ -1,0 +1,469 @@
+"""The embedded engine against stock transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import contract
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+    T5Config,
+)
+
+from lightrl.engine.base import Completion, Engine, GenerateRequest, SamplingParams
+from lightrl.engine.hosted_model import HostedModel
+from lightrl.engine.kv_cache import plan_spans
+from lightrl.engine.transformers import TransformersEngine
+from lightrl.errors import UserError
+from lightrl.types import Status
+
+VOCAB = 128
+EOS = 2
+CONTEXT = 400
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.15,  # spread-out logits: greedy ids do not hang on rounding
+    "pad_token_id": EOS,  # M2: pad and EOS are one
+    "eos_token_id": EOS,
+}
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=False),
+    "qwen2": lambda: Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=30, max_window_layers=1),
+}
+OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama3_rope": lambda: LlamaConfig(
+        **SMALL,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "mistral_window": lambda: MistralConfig(**SMALL, head_dim=8, sliding_window=24),
+    "gemma2_softcap": lambda: Gemma2Config(**SMALL, head_dim=8, sliding_window=20, query_pre_attn_scalar=8),
+    "gpt_oss_sinks": lambda: GptOssConfig(
+        **SMALL, head_dim=8, sliding_window=20, num_local_experts=4, num_experts_per_tok=2, rope_parameters=None
+    ),
+}
+
+
+def stock(config: PretrainedConfig, seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    # eager where the model has attention that sdpa lacks (softcap, sinks)
+    kind = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=kind, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name or "sinks" in name:  # not their trivial start values
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def make_engine(model: torch.nn.Module, *, share: bool = True, **options: Any) -> TransformersEngine:
+    settings = {"eos_token_ids": [EOS], "context_length": CONTEXT, "max_batch": 5, "max_prefill_tokens": 100, **options}
+    engine = TransformersEngine(model.config, **settings)
+    engine.load_weights(model.state_dict().items(), 7, share=share)
+    return engine
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[TransformersEngine, torch.nn.Module]]:
+    model = stock(CONFIGS[request.param]())
+    engine = make_engine(model)
+    yield engine, model
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def llama() -> torch.nn.Module:
+    return stock(CONFIGS["llama"]())
+
+
+def letters(ids: list[int]) -> str:
+    """A one-token-one-character 'tokenizer'."""
+    return "".join(chr(ord("a") + i % 26) for i in ids)
+
+
+Pair = tuple[TransformersEngine, torch.nn.Module]
+
+
+# ---- the contract of all engines
+
+
+def test_greedy_equals_stock(pair: Pair) -> None:
+    assert isinstance(pair[0], Engine)
+    contract.check_greedy(*pair, VOCAB)
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.9}])
+def test_sampled_logprobs_equal_stock(pair: Pair, truncation: dict[str, Any]) -> None:
+    contract.check_sampled_logprobs(*pair, VOCAB, temperature=0.7, **truncation)
+
+
+def test_length_and_eos(pair: Pair) -> None:
+    contract.check_length_and_eos(pair[0], VOCAB, EOS)
+
+
+def test_stop_ids_abort_and_bad_requests(llama: torch.nn.Module) -> None:
+    engine = make_engine(llama)
+    contract.check_stop_ids(engine, VOCAB)
+    contract.check_abort(engine, VOCAB)
+    contract.check_bad_requests(engine, VOCAB, CONTEXT)
+
+
+# ---- models
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_other_attention_equals_stock(name: str) -> None:
+    model = stock(OTHERS[name]())
+    contract.check_greedy(make_engine(model), model, VOCAB, lengths=(1, 19, 70), n=2, tolerance=2e-5)
+
+
+def test_bfloat16_copy_follows_the_stock_model() -> None:
+    # the fused attention path; 2 decimals is what bfloat16 holds at these sizes
+    model = stock(CONFIGS["qwen3"]())
+    engine = make_engine(model, share=False, dtype=torch.bfloat16)
+    request = GenerateRequest(
+        id="b", tokens=contract.prompt(30, VOCAB), sampling=SamplingParams(max_new_tokens=8, ignore_eos=True), n=3
+    )
+    second = GenerateRequest(id="c", tokens=contract.prompt(7, VOCAB), sampling=request.sampling)
+    reference = model.to(torch.bfloat16)
+    for asked, completions in zip((request, second), contract.run(engine, [request, second]), strict=True):
+        for completion in completions:
+            logprobs = contract.reference_logits(reference, asked, completion).log_softmax(-1)
+            expected = logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+            assert (torch.tensor(completion.logprobs) - expected).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: Qwen3NextConfig(**SMALL, head_dim=16), "'qwen3_next'.*linear_attention"),
+        (lambda: MambaConfig(hidden_size=32, num_hidden_layers=1), "'mamba'"),
+        (lambda: T5Config(), "'t5'.*encoder-decoder"),
+    ],
+)
+def test_models_with_other_state_are_refused(config: Callable[[], PretrainedConfig], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TransformersEngine(config())
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
+def test_buffers_equal_stock_and_weights_are_not_allocated(name: str) -> None:
+    config = {**CONFIGS, **OTHERS}[name]()
+    module = HostedModel(config, torch.device("cpu"), torch.float32).module
+    assert all(p.is_meta for p in module.parameters())
+    expected = dict(stock(config).named_buffers())
+    buffers = dict(module.named_buffers())
+    assert buffers.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(buffers[key], value), key
+
+
+# ---- seeds and batching
+
+
+def test_seeds_decide_whatever_the_batch(llama: torch.nn.Module) -> None:
+    sampling = SamplingParams(max_new_tokens=16)
+    requests = [
+        GenerateRequest(
+            id=f"r{i}", tokens=contract.prompt(5 + 20 * i, VOCAB), sampling=sampling, n=3, seeds=(i, 10 + i, 20 + i)
+        )
+        for i in range(4)
+    ]
+    results = []
+    for max_batch, order, stagger in [(1, 1, 0), (2, -1, 1), (7, 1, 3), (64, -1, 0)]:
+        engine = make_engine(llama, max_batch=max_batch)
+        completions = contract.run(engine, requests[::order], stagger)[::order]
+        results.append([[(c.tokens, c.status) for c in cs] for cs in completions])
+    assert results[0] == results[1] == results[2] == results[3]
+    assert len({tuple(tokens) for group in results[0] for tokens, _ in group}) == 12
+    # one answer alone, with its seed
+    alone = GenerateRequest(id="alone", tokens=requests[2].tokens, sampling=sampling, seeds=(12,))
+    ((completion,),) = contract.run(make_engine(llama), [alone])
+    assert completion.tokens == results[0][2][1][0]
+
+
+def test_without_seeds_answers_differ(llama: torch.nn.Module) -> None:
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    requests = [GenerateRequest(id=str(i), tokens=[5, 6], sampling=sampling, n=4) for i in range(2)]
+    first, second = contract.run(make_engine(llama), requests)
+    assert len({tuple(c.tokens) for c in first + second}) == 8
+
+
+def test_a_group_is_prefilled_once_even_in_parts(llama: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(llama, max_batch=3)
+    fed: list[int] = []
+    forward = engine._forward
+
+    def counting(tokens: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        fed.append(tokens.shape[1])
+        return forward(tokens, *args)
+
+    monkeypatch.setattr(engine, "_forward", counting)
+    sampling = SamplingParams(max_new_tokens=20)
+    request = GenerateRequest(
+        id="g", tokens=contract.prompt(50, VOCAB), sampling=sampling, n=11, seeds=tuple(range(11))
+    )
+    (parts,) = contract.run(engine, [request])
+    assert [length for length in fed if length > 1] == [50]
+    (whole,) = contract.run(make_engine(llama, max_batch=64), [request])
+    assert [c.tokens for c in parts] == [c.tokens for c in whole]
+
+
+def test_prefill_respects_its_limit(llama: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(llama, max_batch=64, max_prefill_tokens=100)
+    fed: list[int] = []
+    forward = engine._forward
+    monkeypatch.setattr(
+        engine, "_forward", lambda tokens, *rest: (fed.append(tokens.shape[1]), forward(tokens, *rest))[1]
+    )
+    sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    lengths = (60, 40, 41, 250, 30, 2)  # 60+40 fit, 250 goes alone
+    requests = [GenerateRequest(id=str(n), tokens=contract.prompt(n, VOCAB), sampling=sampling) for n in lengths]
+    contract.run(engine, requests)
+    assert [length for length in fed if length > 1] == [100, 41, 250, 32]
+
+
+def test_rows_of_unlike_length_are_read_in_spans() -> None:
+    assert plan_spans([5], 1536, "cpu") == [(0, 1)]
+    assert plan_spans([10, 11, 10, 900, 901], 1536, "cpu") == [(0, 3), (3, 5)]
+    assert plan_spans([900, 10, 900, 10], 1536, "cpu") == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert plan_spans([900, 10, 900, 10], 1536, "cuda") == [(0, 4)]
+
+
+def test_several_spans_give_stock_logprobs(llama: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a call that costs nothing: every length gets its own span
+    monkeypatch.setitem(plan_spans.__globals__["_CALL_BYTES"], "cpu", 0)
+    contract.check_greedy(make_engine(llama), llama, VOCAB, stagger=1)
+
+
+def test_the_cache_grows_by_need_and_is_freed(llama: torch.nn.Module) -> None:
+    engine = make_engine(llama, max_batch=64)
+    request = GenerateRequest(id="x", tokens=[4, 5], sampling=SamplingParams(max_new_tokens=8), n=2)
+    contract.run(engine, [request])
+    # 2 layers x (keys, values) x 2 slots x 2 heads x 64 positions x 8 x 4 bytes
+    assert engine._cache.num_bytes == 2 * 2 * 2 * 2 * 64 * 8 * 4
+    engine.offload(("kv_cache",))
+    assert engine._cache.num_bytes == 0
+    with pytest.raises(RuntimeError, match="onload"):
+        contract.run(engine, [request])
+    engine.onload(("kv_cache",))
+    contract.run(engine, [request])
+
+
+# ---- how answers end
+
+
+def test_stop_strings_by_text(llama: torch.nn.Module) -> None:
+    tokens = contract.prompt(6, VOCAB)
+    free = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    ((reference,),) = contract.run(
+        make_engine(llama), [GenerateRequest(id="f", tokens=tokens, sampling=free, seeds=(3,))]
+    )
+    text = letters(reference.tokens)
+    stop = text[10:14]  # spans four tokens
+    end = text.index(stop) + 4
+    engine = make_engine(llama, decode=letters)
+    sampling = SamplingParams(max_new_tokens=30, ignore_eos=True, stop=("no such", stop))
+    ((completion,),) = contract.run(engine, [GenerateRequest(id="s", tokens=tokens, sampling=sampling, seeds=(3,))])
+    assert completion.tokens == reference.tokens[:end]
+    assert completion.logprobs == pytest.approx(reference.logprobs[:end], abs=1e-6)
+    assert completion.status is Status.COMPLETED
+    with pytest.raises(ValueError, match="tokenizer"):
+        contract.run(make_engine(llama), [GenerateRequest(id="n", tokens=tokens, sampling=sampling)])
+
+
+def test_the_context_ends_an_answer(llama: torch.nn.Module) -> None:
+    engine = make_engine(llama, context_length=20)
+    sampling = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    ((completion,),) = contract.run(engine, [GenerateRequest(id="c", tokens=[5] * 17, sampling=sampling)])
+    assert len(completion.tokens) == 3
+    assert completion.status is Status.TRUNCATED
+
+
+# ---- weights
+
+
+def test_shared_weights_are_the_lenders(llama: torch.nn.Module) -> None:
+    model = stock(CONFIGS["llama"]())
+    engine = TransformersEngine(model.config, context_length=CONTEXT, max_batch=4)
+    with pytest.raises(RuntimeError, match="load_weights"):
+        contract.run(engine, [GenerateRequest(id="w", tokens=[5], sampling=SamplingParams(max_new_tokens=1))])
+    assert engine.policy_version == -1
+    engine.load_weights(model.named_parameters(), 3, share=True)  # tied head given once
+    hosted = engine._model.module
+    for name, parameter in model.named_parameters():
+        assert hosted.get_parameter(name).data_ptr() == parameter.data_ptr()
+    assert hosted.lm_head.weight is hosted.model.embed_tokens.weight
+    contract.check_greedy(engine, model, VOCAB, lengths=(12,))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    contract.check_greedy(engine, model, VOCAB, lengths=(12,))
+    assert engine.policy_version == 3
+    engine.offload(("weights",))
+    assert all(p.is_meta for p in hosted.parameters())
+    assert not any(p.is_meta for p in model.parameters())
+    engine.onload()
+    with pytest.raises(RuntimeError, match="load_weights"):
+        contract.run(engine, [GenerateRequest(id="w", tokens=[5], sampling=SamplingParams(max_new_tokens=1))])
+
+
+def test_copied_weights_are_the_engines_own() -> None:
+    model, other = stock(CONFIGS["qwen3"]()), stock(CONFIGS["qwen3"](), seed=1)
+    engine = make_engine(model, share=False)
+    hosted = engine._model.module
+    pointers = {n: p.data_ptr() for n, p in hosted.named_parameters()}
+    assert not set(pointers.values()) & {p.data_ptr() for p in model.parameters()}
+    contract.check_greedy(engine, model, VOCAB, lengths=(12,))
+    engine.load_weights(((n, t.double()) for n, t in other.state_dict().items()), 8)
+    assert {n: p.data_ptr() for n, p in hosted.named_parameters()} == pointers
+    contract.check_greedy(engine, other, VOCAB, lengths=(12,))
+    # lent after owned after lent: the lender's tensors are never written to
+    before = [p.clone() for p in model.parameters()]
+    engine.load_weights(model.state_dict().items(), 9, share=True)
+    engine.load_weights(other.state_dict().items(), 10)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    ((completion,),) = contract.run(
+        engine, [GenerateRequest(id="v", tokens=[5], sampling=SamplingParams(max_new_tokens=1))]
+    )
+    assert completion.policy_versions == [10]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_names_that_do_not_fit_are_named(llama: torch.nn.Module, share: bool) -> None:
+    engine = make_engine(llama)
+    weights = dict(llama.state_dict())
+    norm = "model.norm.weight"
+    cases: list[tuple[dict[str, torch.Tensor], str]] = [
+        ({**weights, "model.extra": torch.ones(2)}, "unknown model.extra"),
+        ({n: t for n, t in weights.items() if n != norm}, f"missing {norm}"),
+        ({n: t for n, t in weights.items() if "lm_head" not in n and "embed" not in n}, "missing .*embed_tokens"),
+        ({**weights, norm: torch.ones(31)}, rf"{norm} has shape \[31\], not \[32\]"),
+    ]
+    for bad, message in cases:
+        with pytest.raises(ValueError, match=message):
+            engine.load_weights(bad.items(), 8, share=share)
+        assert engine.policy_version == 7
+        with pytest.raises(RuntimeError, match="load_weights"):
+            contract.run(engine, [GenerateRequest(id="w", tokens=[5], sampling=SamplingParams(max_new_tokens=1))])
+    engine.load_weights(weights.items(), 9, share=share)
+    contract.check_greedy(engine, llama, VOCAB, lengths=(5,))
+
+
+def test_new_weights_while_a_group_waits(llama: torch.nn.Module) -> None:
+    # answers that start after the load compute their prompt with the new weights
+    other = stock(CONFIGS["llama"](), seed=1)
+    engine = make_engine(llama, max_batch=2)
+    greedy = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(id="g", tokens=contract.prompt(9, VOCAB), sampling=greedy, n=4)
+
+    async def scenario() -> list[Completion]:
+        task = asyncio.create_task(engine.generate(request))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        engine.load_weights(other.state_dict().items(), 8, share=True)
+        return await task
+
+    completions = asyncio.run(scenario())
+    assert completions[0].policy_versions == [7, 8]
+    assert completions[3].policy_versions == [8]
+    ((expected,),) = contract.run(engine, [GenerateRequest(id="e", tokens=request.tokens, sampling=greedy)])
+    assert completions[3].tokens == expected.tokens
+    assert completions[0].tokens != expected.tokens
+
+
+# ---- failures
+
+
+def test_an_error_in_a_step_reaches_every_caller_and_the_engine_recovers(
+    llama: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(llama)
+    requests = [
+        GenerateRequest(id=str(i), tokens=contract.prompt(5 + i, VOCAB), sampling=SamplingParams(max_new_tokens=9), n=2)
+        for i in range(4)
+    ]
+
+    async def scenario() -> list[Any]:
+        return await asyncio.gather(*(engine.generate(r) for r in requests), return_exceptions=True)
+
+    def broken(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_forward", broken)
+        results = asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert len(results) == 4
+    assert all(isinstance(r, torch.OutOfMemoryError) and "lower engine.max_batch (now 5)" in str(r) for r in results)
+    contract.check_greedy(engine, llama, VOCAB, lengths=(5,))
+
+
+def test_weights_that_are_not_finite_are_an_error(llama: torch.nn.Module) -> None:
+    weights = {n: t.clone() for n, t in llama.state_dict().items()}
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] = float("nan")
+    engine = make_engine(llama)
+    engine.load_weights(weights.items(), 8, share=True)
+    request = GenerateRequest(id="nan", tokens=[5, 6], sampling=SamplingParams(max_new_tokens=3))
+    with pytest.raises(RuntimeError, match=r"not finite.*'nan'"):
+        contract.run(engine, [request])
+    engine.load_weights(llama.state_dict().items(), 9, share=True)
+    contract.check_greedy(engine, llama, VOCAB, lengths=(5,))
+
+
+def test_cancelled_callers_and_closed_loops_leave_nothing_behind(llama: torch.nn.Module) -> None:
+    engine = make_engine(llama)
+    long = SamplingParams(max_new_tokens=300, ignore_eos=True)
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(engine.generate(GenerateRequest(id="a", tokens=[5], sampling=long, n=9)))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="under way"):
+            engine.offload()
+        with pytest.raises(ValueError, match="'a' is under way"):
+            await engine.generate(GenerateRequest(id="a", tokens=[5], sampling=long))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(cancelled())
+    contract.check_greedy(engine, llama, VOCAB, lengths=(5,))
+    # a loop that is closed with the engine at work
+    loop = asyncio.new_event_loop()
+    left = loop.create_task(engine.generate(GenerateRequest(id="b", tokens=[5], sampling=long, n=2)))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.run_until_complete(asyncio.sleep(0))
+    driver = engine._driver
+    loop.close()
+    contract.check_greedy(engine, llama, VOCAB, lengths=(5,))
+    for task in (left, driver):
+        assert task is not None
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+    engine.close()
+    engine.close()
+    assert engine._cache.num_bytes == 0
