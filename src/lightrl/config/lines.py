@@ -62,13 +62,8 @@ def clash(occurrences: list[Occurrence]) -> tuple[Occurrence, Occurrence] | None
     if not explicit:
         return None
     last = explicit[-1]
-    for earlier in explicit[:-1]:
-        if earlier.path == last.path:
-            return last, earlier
-    for earlier in explicit[:-1]:
-        if earlier.path == last.path[: len(earlier.path)]:
-            return last, earlier
-    return None
+    above = [o for o in explicit[:-1] if o.path == last.path[: len(o.path)]]
+    return (last, max(above, key=lambda o: len(o.path))) if above else None  # the nearest; of those, the first
 
 
 class _Stop(Exception):

@@ -43,17 +43,19 @@ def load_config(
 
 
 def load_for_run(
-    paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str], *, purpose: Literal["train", "eval"] = "train"
+    paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str], *, evaluate: bool = False
 ) -> Config:
-    """`load_config`, and what can be told before torch is imported: required keys are set and local files exist."""
+    """`load_config`, and what can be told before torch is imported: required keys are set and local files exist.
+
+    With `evaluate`, there also has to be a set to evaluate.
+    """
     config, sources = _load(paths, overrides, {})
     if config is not None and not sources.broken:
         for key, what in config.required():
-            if purpose == "train" or not key.startswith("data."):
-                _add(sources, key, f"not set; {what}")
-        if purpose == "eval" and not config.eval.sets:
+            _add(sources, key, f"not set; {what}")
+        if evaluate and not config.eval.sets:
             _add(sources, "eval.sets", "nothing to evaluate; add an [[eval.sets]] table with a name and a path")
-        _check_files(config, sources, train=purpose == "train")
+        _check_files(config, sources)
     return _checked(config, sources)
 
 
@@ -169,12 +171,12 @@ def _add(sources: Sources, key: str | Path, what: str) -> None:
     sources.problems.add_line(f"{dotted(path)}: {what}")
 
 
-def _check_files(config: Config, sources: Sources, *, train: bool) -> None:
-    paths = config.data.path if isinstance(config.data.path, list) else [config.data.path]
-    files: list[tuple[Path, str]] = []
-    if train:
-        single = len(paths) == 1 and not isinstance(config.data.path, list)
-        files = [(("data", "path") if single else ("data", "path", i), p) for i, p in enumerate(paths)]
+def _check_files(config: Config, sources: Sources) -> None:
+    files: list[tuple[Path, str]]
+    if isinstance(config.data.path, list):
+        files = [(("data", "path", i), path) for i, path in enumerate(config.data.path)]
+    else:
+        files = [(("data", "path"), config.data.path)]
     files += [(("eval", "sets", i, "path"), s.path) for i, s in enumerate(config.eval.sets)]
     for key, value in files:
         place = _SLICE.sub("", value)

@@ -1,0 +1,541 @@
+"""Loading, checking and writing configurations. Cases C1 and C2: bad inputs with the exact line, and who wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.config import Config, ConfigError, dump_toml, load_config
+from lightrl.config import docs as config_docs
+from lightrl.config.fields import describe, sections
+from lightrl.config.load import load_for_run
+from lightrl.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EngineConfig,
+    EvalConfig,
+    EvalSetConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def problems(*args: Any, **kwargs: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(*args, **kwargs)
+    return caught.value.problems
+
+
+SECTIONS = ", ".join(sections())
+OPTIM_KEYS = ", ".join(f.name for f in dataclasses.fields(OptimConfig))
+RUN_KEYS = "dir, steps, seed, resume, device, deterministic"
+SET_KEYS = ", ".join(f.name for f in dataclasses.fields(EvalSetConfig))
+
+BAD_TOML = {
+    "unknown key": ("[optim]\nlrr = 1", ["run.toml:2: optim.lrr: unknown key; did you mean optim.lr?"]),
+    "unknown dotted key": ("optim.lrr = 1", ["run.toml:1: optim.lrr: unknown key; did you mean optim.lr?"]),
+    "key outside of its section": ("lr = 1", ["run.toml:1: lr: unknown key; did you mean optim.lr?"]),
+    "misspelt outside of its section": (
+        "weight_decai = 1",
+        ["run.toml:1: weight_decai: unknown key; did you mean optim.weight_decay?"],
+    ),
+    "key of another section": (
+        "[algorithm]\n\ngroup_size = 4",
+        ["run.toml:3: algorithm.group_size: unknown key; did you mean rollout.group_size?"],
+    ),
+    "key of two other sections": (
+        "[run]\nevery = 4",
+        ["run.toml:2: run.every: unknown key; did you mean checkpoint.every or eval.every?"],
+    ),
+    "key like nothing": ("[run]\nqqq = 4", [f"run.toml:2: run.qqq: unknown key; [run] has {RUN_KEYS}"]),
+    "unknown section": ("[optimizer]\nlr = 1", ["run.toml:1: optimizer: unknown section; did you mean optim?"]),
+    "section like nothing": ("[zzz]", [f"run.toml:1: zzz: unknown section; sections are {SECTIONS}"]),
+    "table inside a section": (
+        "[optim]\nlr = 1\n[optim.adam]\nx = 1",
+        [
+            "run.toml:3: optim.adam: unknown key; [optim] has "
+            + ", ".join(f.name for f in dataclasses.fields(OptimConfig))
+        ],
+    ),
+    "section that is a value": ("optim = 3", ["run.toml:1: optim: a section: expected a table, got 3"]),
+    "duplicate key": (
+        '[run]\nseed = 1\ndir = """\n"""\nseed = 2',
+        ["run.toml:5: run.seed: duplicate key, first set on line 2; keep one"],
+    ),
+    "duplicate section": (
+        "[run]\nseed = 1\n[optim]\n[run]",
+        ["run.toml:4: run: duplicate key, first set on line 1; keep one"],
+    ),
+    "key below a value": (
+        "[optim]\nlr = 1\nlr.peak = 2",
+        ["run.toml:3: optim.lr.peak: clashes with optim.lr on line 2"],
+    ),
+    "text for a number": ('[optim]\nlr = "abc"', ['run.toml:2: optim.lr: expected a number, got "abc"']),
+    "quoted number": ('[run]\nsteps = "3"', ['run.toml:2: run.steps: expected a whole number, got "3"']),
+    "bool for an int": ("[run]\nsteps = true", ["run.toml:2: run.steps: expected a whole number, got true"]),
+    "bool for a float": ("[optim]\nlr = true", ["run.toml:2: optim.lr: expected a number, got true"]),
+    "float for an int": ("[run]\nsteps = 3.0", ["run.toml:2: run.steps: expected a whole number, got 3.0"]),
+    "int for a bool": ("[run]\nresume = 1", ["run.toml:2: run.resume: expected true or false, got 1"]),
+    "number for text": ("[run]\ndir = 1", ["run.toml:2: run.dir: expected a string, got 1"]),
+    "table for a number": ("[optim]\nlr.peak = 1", ["run.toml:2: optim.lr: expected a number, got a table"]),
+    "neither string nor list": (
+        "[data]\npath = 3",
+        ["run.toml:2: data.path: expected a string or a list of strings, got 3"],
+    ),
+    "item of a list": (
+        '[rollout]\nstop_token_ids = [\n 1,\n "x",\n]',
+        ['run.toml:4: rollout.stop_token_ids[1]: expected a whole number, got "x"'],
+    ),
+    "list too short": ("[optim]\nbetas = [0.9]", ["run.toml:2: optim.betas: expected a list of 2 numbers, got [0.9]"]),
+    "list too long": (
+        "[optim]\nbetas = [0.1, 0.2, 0.3]",
+        ["run.toml:2: optim.betas: expected a list of 2 numbers, got [0.1, 0.2, 0.3]"],
+    ),
+    "a date": (
+        "[data.chat_template_kwargs]\nday = 2026-01-01",
+        ["run.toml:2: data.chat_template_kwargs.day: a date; put it in quotes to make it a string"],
+    ),
+    "below the range": ("[optim]\nweight_decay = -1", ["run.toml:2: optim.weight_decay: must be >= 0, got -1"]),
+    "beyond the range": (
+        "[rollout]\ntop_p = 1.5",
+        ["run.toml:2: rollout.top_p: must be > 0 and <= 1, got 1.5"],
+    ),
+    "range of an item": ("[optim]\nbetas = [0.9,\n1]", ["run.toml:3: optim.betas[1]: must be >= 0 and < 1, got 1"]),
+    "range of an optional": (
+        "[parallel]\nshard_size = 0",
+        ["run.toml:2: parallel.shard_size: must be >= 1, got 0"],
+    ),
+    "inf": ("[optim]\nlr = inf", ["run.toml:2: optim.lr: must be finite, got inf"]),
+    "nan": ("[optim]\nlr = nan", ["run.toml:2: optim.lr: must be finite, got nan"]),
+    "unknown name": (
+        '[optim]\nschedule = "cosin"',
+        [
+            'run.toml:2: optim.schedule: expected one of "constant", "linear", "cosine", "wsd", got "cosin"; '
+            'did you mean "cosine"?'
+        ],
+    ),
+    "long value": (
+        "[optim]\nlr = '" + "x" * 200 + "'",
+        ['run.toml:2: optim.lr: expected a number, got "' + "x" * 56 + "..."],
+    ),
+    "unknown key of a set": (
+        '[[eval.sets]]\nname = "a"\npath = "p"\n[[eval.sets]]\nname = "b"\npath = "q"\ntemprature = 1',
+        ["run.toml:7: eval.sets[1].temprature: unknown key; did you mean eval.sets[1].temperature?"],
+    ),
+    "strange key of a set": (
+        '[[eval.sets]]\nname = "a"\npath = "p"\nzzz = 1',
+        [f"run.toml:4: eval.sets[0].zzz: unknown key; [[eval.sets]] has {SET_KEYS}"],
+    ),
+    "missing key of a set": (
+        '[eval]\n[[eval.sets]]\nname = "a"',
+        ["run.toml:2: eval.sets[0].path: not set; every [[eval.sets]] table needs one"],
+    ),
+    "misspelt key of a set": (
+        '[[eval.sets]]\nname = "a"\npth = "p"',
+        ["run.toml:3: eval.sets[0].pth: unknown key; did you mean eval.sets[0].path?"],
+    ),
+    "no set": ("[eval]\nsets = [1]", ["run.toml:2: eval.sets[0]: expected a table, got 1"]),
+    "no quotes": (
+        "[run]\ndir = runs/x",
+        ["run.toml:2:7: TOML syntax: Invalid value (strings need quotes; booleans are true and false)"],
+    ),
+    "open bracket": (
+        "[run",
+        ["run.toml:1:5: TOML syntax: Expected ']' at the end of a table declaration"],
+    ),
+    "rule between sections": (
+        "[rollout]\nprompts_per_step = 2\n[algorithm]\nminibatches_per_step = 4",
+        [
+            "run.toml:4: algorithm.minibatches_per_step: 4 minibatches from rollout.prompts_per_step = 2 prompts: "
+            "lower one or raise the other"
+        ],
+    ),
+    "rule about a key that is not set": (
+        '[optim]\nlr = 1\nschedule = "wsd"',
+        ["run.toml:3: optim.decay_steps: optim.schedule = 'wsd' needs decay_steps > 0"],
+    ),
+    "all at once, in the order of the file": (
+        'lr = 1\n[optim]\nlr = -1\neps = "x"\n[data]\nshufle = true\n[eval]\nevery = 5',
+        [
+            "run.toml:1: lr: unknown key; did you mean optim.lr?",
+            "run.toml:3: optim.lr: must be >= 0, got -1",
+            'run.toml:4: optim.eps: expected a number, got "x"',
+            "run.toml:6: data.shufle: unknown key; did you mean data.shuffle?",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TOML)
+def test_bad_toml(case: str) -> None:
+    text, expected = BAD_TOML[case]
+    Path("run.toml").write_text(text, encoding="utf-8")
+    assert problems("run.toml") == expected
+    Path("run.toml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert problems("run.toml") == expected  # the same in a file from Windows
+
+
+BAD_FLAGS = {
+    "--optim.lrr 1": "--optim.lrr: unknown key; did you mean --optim.lr?",
+    "--optim.max-grad-norm=1": "--optim.max-grad-norm: unknown key; did you mean --optim.max_grad_norm?",
+    "--optm.lr 1": "--optm.lr: unknown key; did you mean --optim.lr?",
+    "--lr 1": "--lr: unknown key; did you mean --optim.lr?",
+    "--optim 1": "--optim: a section; give its keys as --optim.KEY value",
+    "--optim.lr": "--optim.lr: needs a value: a number",
+    "--run.resume --optim.lr 1": "--run.resume: needs a value: true or false",
+    "--optim.lrr --run.seed 1": "--optim.lrr: unknown key; did you mean --optim.lr?",
+    "--optim.lr abc": '--optim.lr: expected a number, got "abc"',
+    "--optim.lr=": '--optim.lr: expected a number, got ""',
+    "--optim.lr -1": "--optim.lr: must be >= 0, got -1",
+    "--optim.lr.peak 1": "--optim.lr: expected a number, got a table",
+    "--run.steps 1e3": "--run.steps: expected a whole number, got 1000.0",
+    "--run.steps true": "--run.steps: expected a whole number, got true",
+    "--run.resume maybe": '--run.resume: expected true or false, got "maybe"',
+    "--log.trackers wandbb": '--log.trackers: expected one of "jsonl", "tensorboard", "wandb", got "wandbb"; '
+    'did you mean "wandb"?',
+    "--log.trackers [jsonl]": '--log.trackers: expected a list of names in TOML, such as \'["a", "b"]\', got "[jsonl]"',
+    "--eval.sets held_out": '--eval.sets: expected a table, got "held_out"',
+    "--eval.sets [{path='x'}]": "--eval.sets[0].name: not set; every [[eval.sets]] table needs one",
+    "--data.chat_template_kwargs x": "--data.chat_template_kwargs: expected a table in TOML, such as "
+    '\'{key = "text"}\', got "x"',
+    "--data. x": "--data.'': unknown key; [data] has " + ", ".join(f.name for f in dataclasses.fields(DataConfig)),
+    "run.toml": "run.toml: expected --section.key value",
+}
+
+
+@pytest.mark.parametrize("words", BAD_FLAGS)
+def test_bad_flags(words: str) -> None:
+    assert problems(overrides=words.split(" ")) == [BAD_FLAGS[words]]
+
+
+def test_bad_files() -> None:
+    Path("folder").mkdir()
+    Path("latin.toml").write_bytes(b"[run]\ndir = '\xe9'")
+    Path("bad.toml").write_text("[optim]\nlrr = 1\n")
+    assert problems("nope.toml", "folder", "latin.toml", "bad.toml", overrides=["--x", "1"]) == [
+        "nope.toml: no such file",
+        "folder: a folder; expected a TOML file",
+        "latin.toml: not UTF-8 text (byte 13); expected a TOML file",
+        "bad.toml:2: optim.lrr: unknown key; did you mean optim.lr?",
+        f"--x: unknown section; sections are {SECTIONS}",
+    ]
+
+
+def test_bad_keywords() -> None:
+    assert problems(optim={"lr": "x", "lrr": 1}, optimizer={}) == [
+        "optim.lrr: unknown key; did you mean optim.lr?",
+        "optimizer: unknown section; did you mean optim?",
+        'optim.lr: expected a number, got "x"',
+    ]
+    assert problems(data={"chat_template_kwargs": {"tool": object()}}) == [
+        "data.chat_template_kwargs.tool: a value of type object has no place in TOML"
+    ]
+    assert problems(data={"chat_template_kwargs": {"tool": None}}) == [
+        "data.chat_template_kwargs.tool: None has no place in TOML"
+    ]
+    assert problems(optim={"lr": None}) == ["optim.lr: expected a number, got null"]
+
+
+def test_a_problem_is_at_the_source_that_won() -> None:
+    Path("a.toml").write_text('[optim]\nlr = -1\n\n[[eval.sets]]\nname = "a"\npath = "p"\ntop_p = 3\n')
+    Path("b.toml").write_text("\n\n[optim]\nlr = -2\n[eval]\nsets = [{name = 'b', path = 'p', top_k = -1}]\n")
+    assert problems("a.toml", "b.toml") == [
+        "b.toml:4: optim.lr: must be >= 0, got -2",
+        "b.toml:6: eval.sets[0].top_k: must be >= 0, got -1",
+    ]
+    assert problems("a.toml", "b.toml", eval={"sets": []}, overrides=["--optim.lr=-3"]) == [
+        "--optim.lr: must be >= 0, got -3"
+    ]
+    assert problems("a.toml", optim={"lr": -4}, eval={"sets": []}) == ["optim.lr: must be >= 0, got -4"]
+
+
+def test_who_wins() -> None:
+    Path("a.toml").write_text(
+        "[run]\nresume = false\nseed = 1\n[data]\nshuffle = false\npath = ['x', 'y']\n"
+        "[data.chat_template_kwargs]\na = 1\nb = {c = 1, d = 2}\n[[eval.sets]]\nname = 'a'\npath = 'p'\n"
+    )
+    Path("b.toml").write_text(
+        "[run]\nseed = 2\nsteps = 5\n[data]\npath = ['z']\n[data.chat_template_kwargs]\nb = {c = 3}\n"
+        "[[eval.sets]]\nname = 'b'\npath = 'q'\n"
+    )
+    assert Config().run.resume is True
+    one = load_config("a.toml")
+    assert (one.run.resume, one.data.shuffle, one.run.seed) == (False, False, 1)  # false beats a default of true
+    two = load_config("a.toml", "b.toml", run={"steps": 6})
+    assert (two.run.resume, two.run.seed, two.run.steps) == (False, 2, 6)
+    assert two.data.path == ["z"]
+    assert two.data.chat_template_kwargs == {"a": 1, "b": {"c": 3, "d": 2}}
+    assert [s.name for s in two.eval.sets] == ["b"]
+    three = load_config(
+        "a.toml",
+        "b.toml",
+        run={"steps": 6},
+        overrides=["--run.steps", "7", "--run.resume=true", "--run.seed", "8", "--run.seed", "9"],
+    )
+    assert (three.run.steps, three.run.resume, three.run.seed) == (7, True, 9)
+    assert load_config("b.toml", "a.toml").run.seed == 1
+    assert load_config() == Config()
+
+
+def test_keywords_take_python_values() -> None:
+    config = load_config(
+        model={"path": Path("models") / "m"},
+        optim={"betas": (0.5, 0.6), "lr": 1},
+        algorithm={"clip_high": None},
+        eval={"sets": [EvalSetConfig(name="a", path="p", top_k=3)]},
+    )
+    assert (config.model.path, config.optim.betas, config.optim.lr) == ("models/m", (0.5, 0.6), 1.0)
+    assert isinstance(config.optim.lr, float)
+    assert config.algorithm.clip_high is None
+    assert config.eval.sets == [EvalSetConfig(name="a", path="p", top_k=3)]
+
+
+FLAGS = [
+    ("optim.lr", "2e-6", 2e-6),
+    ("optim.lr", "1", 1.0),
+    ("optim.lr", ".5", 0.5),
+    ("run.steps", "1_000", 1000),
+    ("run.resume", "false", False),
+    ("run.resume", "False", False),
+    ("model.path", "123", "123"),
+    ("model.path", "true", "true"),
+    ("model.path", '"quoted"', '"quoted"'),
+    ("model.path", "", ""),
+    ("data.system_prompt", "- be = brief\n[x]", "- be = brief\n[x]"),
+    ("algorithm.aggregation", "constant", "constant"),
+    ("algorithm.clip_high", "0.28", 0.28),
+    ("optim.betas", "[0.9, 0.999]", (0.9, 0.999)),
+    ("rollout.stop_token_ids", "[1, 2]", [1, 2]),
+    ("rollout.stop_token_ids", "7", [7]),
+    ("rollout.stop", "###", ["###"]),
+    ("rollout.stop", "12", ["12"]),
+    ("rollout.stop", r'"\n"', ["\n"]),
+    ("rollout.stop", '["a", "b"]', ["a", "b"]),
+    ("log.trackers", "jsonl", ["jsonl"]),
+    ("log.trackers", "[]", []),
+    ("data.path", "a.jsonl@[1:3]", "a.jsonl@[1:3]"),
+    ("data.path", '["a", "b"]', ["a", "b"]),
+    ("data.path", "7", "7"),
+    ("data.chat_template_kwargs", "{enable_thinking = false}", {"enable_thinking": False}),
+    ("data.chat_template_kwargs.enable_thinking", "false", False),
+    ("data.chat_template_kwargs.style", "brief", "brief"),
+    ("eval.sets", "[{name = 'a', path = 'p'}]", [EvalSetConfig(name="a", path="p")]),
+]
+
+
+@pytest.mark.parametrize(("key", "text", "expected"), FLAGS)
+def test_flags(key: str, text: str, expected: Any) -> None:
+    for words in ([f"--{key}", text], [f"--{key}={text}"]):
+        value: Any = load_config(overrides=words)
+        for part in key.split("."):
+            value = value[part] if isinstance(value, dict) else getattr(value, part)
+        assert value == expected
+        assert type(value) is type(expected)
+
+
+FULL = Config(
+    run=RunConfig(
+        dir="runs/é \"x\" 'y'", steps=7, seed=12345678901234567890, resume=False, device="cpu", deterministic=True
+    ),
+    model=ModelConfig(
+        path="org/name",
+        revision="v1",
+        tokenizer="tok",
+        compute_dtype="float32",
+        activation_checkpointing=True,
+        reference_path="ref",
+        trust_remote_code=True,
+    ),
+    data=DataConfig(
+        path=["a.jsonl@[1:2]", "b"],
+        split="test",
+        input_key="q",
+        label_key="a",
+        metadata_key="m",
+        tool_key="t",
+        apply_chat_template=True,
+        chat_template_kwargs={
+            "enable_thinking": False,
+            "a.b c": {"": [1, -2.5, "x", True, [], {}, [{"k": [{"l": 1}]}]], "\n": {"deep": {"er": 1e-300}}},
+            "é": "\U0001f600\u2028\x00\x7f\x1b",
+        },
+        system_prompt='Line "one"\n\tline \\two\\\r\n"""\n\'\'\' # end ',
+        max_prompt_tokens=5,
+        overlong="error",
+        shuffle=False,
+    ),
+    reward=RewardConfig(
+        type="m:f", key="k", batched=True, timeout=0.5, max_failure_rate=1.0, concurrency=1, missing_think="zero"
+    ),
+    rollout=RolloutConfig(
+        prompts_per_step=4,
+        group_size=2,
+        max_response_tokens=3,
+        temperature=0.6,
+        top_p=0.9,
+        top_k=5,
+        stop=["\n\n", "###", ""],
+        stop_token_ids=[0, 151645],
+        truncated="mask",
+    ),
+    engine=EngineConfig(kind="transformers", max_batch=2, max_prefill_tokens=3),
+    algorithm=AlgorithmConfig(
+        advantage="grpo",
+        normalize_std=False,
+        minibatches_per_step=2,
+        clip_low=0.1,
+        clip_high=0.28,
+        aggregation="constant",
+        constant_length=9,
+        kl_coef=0.001,
+        kl_in="reward",
+        kl_estimator="k1",
+        entropy_coef=1e-5,
+    ),
+    optim=OptimConfig(
+        lr=1e-08,
+        betas=(0.1, 0.999),
+        eps=1e-16,
+        weight_decay=0.1,
+        max_grad_norm=0.0,
+        schedule="wsd",
+        warmup_steps=1,
+        decay_steps=2,
+        min_lr_ratio=0.1,
+    ),
+    parallel=ParallelConfig(shard_size=2, max_tokens_per_microbatch=100, share_prompts=False, timeout=1e6),
+    checkpoint=CheckpointConfig(
+        every=0, keep_last=1, keep_best=3, best_metric="eval/x", async_save=False, hf_every=4, verify=False
+    ),
+    eval=EvalConfig(
+        every=3,
+        at_start=False,
+        sets=[
+            EvalSetConfig(
+                name="a",
+                path="p",
+                split="s",
+                input_key="i",
+                label_key="l",
+                apply_chat_template=False,
+                system_prompt="",
+                reward="math",
+                samples_per_prompt=4,
+                max_response_tokens=5,
+                temperature=1.0,
+                top_p=0.5,
+                top_k=2,
+                pass_threshold=0.0,
+            ),
+            EvalSetConfig(name="b", path="q"),
+        ],
+    ),
+    log=LogConfig(
+        trackers=["wandb"],
+        progress=False,
+        print_samples=0,
+        print_every=1,
+        save_samples=False,
+        wandb_project="p",
+        wandb_name="n",
+    ),
+)
+
+
+def reload(config: Config) -> Config:
+    Path("dump.toml").write_bytes(dump_toml(config).encode())
+    return load_config("dump.toml")
+
+
+def test_dump_reloads() -> None:
+    assert reload(Config()) == Config()
+    for name, cls in sections().items():
+        for field in dataclasses.fields(cls):
+            key = f"{name}.{field.name}"
+            if key not in ("engine.kind", "algorithm.advantage"):  # have one value only
+                # Each field differs from its default, so that a field lost on the way shows.
+                assert getattr(getattr(FULL, name), field.name) != getattr(cls(), field.name), key
+    assert reload(FULL) == FULL
+
+
+def test_dump_of_random_text_and_numbers() -> None:
+    rng = random.Random(0)
+    alphabet = "ab \"'\\\n\r\t#=[]{},.\x00\x08\x0c\x1f\x7f\x85\u2028é\U0001f600\ufeff"
+    for _ in range(60):
+        text = ["".join(rng.choices(alphabet, k=rng.randrange(8))) for _ in range(6)]
+        config = load_config(
+            data={"system_prompt": text[0], "chat_template_kwargs": {text[1]: {text[2]: [text[3], rng.random()]}}},
+            rollout={"stop": text[4:]},
+            optim={"lr": rng.random() * 10.0 ** rng.randrange(-300, 300), "eps": 5e-324},
+        )
+        assert tomllib.loads(dump_toml(config))["data"]["system_prompt"] == text[0]
+        assert reload(config) == config
+
+
+def test_what_a_run_needs() -> None:
+    def check(*words: str, evaluate: bool = False) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            load_for_run(["run.toml"], words, evaluate=evaluate)
+        return caught.value.problems
+
+    Path("run.toml").write_text('[data]\npath = ["here.jsonl@[0:5]",\n"gone.jsonl@[5:]", "org/hub", "./gone"]\n')
+    Path("here.jsonl").touch()
+    assert check() == [
+        "run.toml:3: data.path[1]: no such file or folder: gone.jsonl",
+        "run.toml:3: data.path[3]: no such file or folder: ./gone",
+        "model.path: not set; name a Hugging Face checkpoint (hub name or folder)",
+    ]
+    sets = "[{name = 'a', path = '/gone.parquet'}]"
+    assert check("--eval.sets", sets, "--model.path", "./gone", "--data.path=") == [
+        "--eval.sets[0].path: no such file or folder: /gone.parquet",
+        "--model.path: no such folder: ./gone",
+        "--data.path: not set; name a prompt set (jsonl, parquet, folder or hub dataset)",
+    ]
+    assert check("--model.path=org/hub", "--data.path=org/hub", evaluate=True) == [
+        "eval.sets: nothing to evaluate; add an [[eval.sets]] table with a name and a path"
+    ]
+    config = load_for_run(["run.toml"], ["--data.path", "here.jsonl", "--model.path", "org/hub"])
+    assert config.data.path == "here.jsonl"
+
+
+def test_every_key_is_described() -> None:
+    keys = {key.full_name: key for key in describe()}
+    for name, cls in {**sections(), "eval.sets": EvalSetConfig}.items():
+        for field in dataclasses.fields(cls):
+            assert keys.pop(f"{name}.{field.name}").doc, f"{name}.{field.name} has no doc"
+    assert not keys
+    keys = {key.full_name: key for key in describe()}
+    assert (keys["optim.lr"].type, keys["optim.lr"].range, keys["optim.lr"].default) == ("float", ">= 0", "1e-06")
+    assert (keys["optim.betas"].type, keys["optim.betas"].default) == ("list of 2 float", "[0.9, 0.95]")
+    assert keys["data.path"].type == "string or list of string"
+    assert (keys["algorithm.clip_high"].type, keys["algorithm.clip_high"].default) == ("float", "")
+    assert keys["log.trackers"].type == 'list of ("jsonl" | "tensorboard" | "wandb")'
+    assert keys["eval.sets"].type == "list of table"
+    assert (keys["eval.sets.name"].default, keys["eval.sets.top_p"].range) == ("required", "> 0 and <= 1")
+
+
+def test_the_reference_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+    assert config_docs.main(["--check", str(page)]) == 0
+    assert config_docs.main(["--write", "x/page.md"]) == 0
+    assert Path("x/page.md").read_bytes() == page.read_bytes()
+    Path("x/page.md").write_text("old")
+    assert config_docs.main(["--check", "x/page.md"]) == 1
+    assert config_docs.main([]) == 2
+    assert "x/page.md is not current" in capsys.readouterr().err
