@@ -78,7 +78,7 @@ quickstart: fetch  ## train, resume, evaluate, export, load and report: about 10
 	@echo "== evaluate on the 40 held-out sums"
 	@$(TORCHRUN) eval configs/quickstart.toml
 	@echo "== export as a Hugging Face folder, load it with plain transformers"
-	@$(BIN)/lightrl export $(RUN) $(RUN)/export
+	@$(BIN)/lightrl export $(RUN)/export --run $(RUN)
 	@$(BIN)/python examples/load_export.py $(RUN)/export
 	@$(BIN)/lightrl report $(RUN)
 	@echo "== done: open $(RUN)/report.html"
@@ -86,7 +86,7 @@ quickstart: fetch  ## train, resume, evaluate, export, load and report: about 10
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 test: install-dev fetch lint  ## everything CI runs; skipped tests are listed with their reason
-	@$(BIN)/lightrl config --check-docs docs/configuration.md
+	@$(BIN)/python -m lightrl.config.docs --check
 	@$(BIN)/python -m pytest $(TESTS)
 
 lint: install-dev  ## ruff and mypy
@@ -95,7 +95,7 @@ lint: install-dev  ## ruff and mypy
 	@$(BIN)/mypy
 
 docs: install-dev  ## write docs/configuration.md from the config schema
-	@$(BIN)/lightrl config --write-docs docs/configuration.md
+	@$(BIN)/python -m lightrl.config.docs --write
 
 clean:  ## remove .venv and caches; models/, data/ and runs/ stay
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""The quickstart's data."""
+"""The quickstart's data, and the shipped recipes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.config import load_config
 from lightrl.data.tasks import HELD_OUT, SYSTEM_PROMPT, arithmetic, write_arithmetic
 
 
@@ -54,3 +55,15 @@ def test_files_are_the_same_on_every_run(tmp_path: Path) -> None:
 def test_another_seed_is_another_split() -> None:
     held_out = [{row["label"] + row["metadata"]["expression"] for row in arithmetic(seed)[1]} for seed in (0, 1)]
     assert held_out[0] != held_out[1]
+
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+@pytest.mark.parametrize("recipe", sorted(CONFIGS.rglob("*.toml")), ids=lambda path: path.stem)
+def test_recipe_is_valid_and_fits_a_screen(recipe: Path) -> None:
+    config = load_config(recipe)
+    assert config.required() == []
+    lines = recipe.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 40
+    assert lines[0].startswith("# ")
