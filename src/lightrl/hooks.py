@@ -42,4 +42,4 @@ def load(path: str, key: str) -> Callable[..., Any]:
         raise UserError(f"{key} = {path!r}: {module_name} has no {name!r}{hint}")
     if not callable(function):
         raise UserError(f"{key} = {path!r}: {name!r} is a {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
+    return function

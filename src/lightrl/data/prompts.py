@@ -113,8 +113,8 @@ def _hold_to_limit(prompts: list[Prompt], tokenizer: Any, config: DataConfig, li
         bad = BadRows()
         for p in long:
             bad.add(
-                f"{p.source}: the prompt has {len(p.tokens)} tokens, {limit} is the limit: set data.overlong = 'drop' or "
-                "'truncate', raise data.max_prompt_tokens if it is set, or lower rollout.max_response_tokens"
+                f"{p.source}: the prompt has {len(p.tokens)} tokens, {limit} is the limit: set data.overlong = 'drop' "
+                "or 'truncate', raise data.max_prompt_tokens if it is set, or lower rollout.max_response_tokens"
             )
         bad.raise_if_any()
     if len(long) == len(prompts) and config.overlong == "drop":
@@ -124,7 +124,7 @@ def _hold_to_limit(prompts: list[Prompt], tokenizer: Any, config: DataConfig, li
             f"{shortest.source}, has {len(shortest.tokens)}): raise data.max_prompt_tokens, lower "
             "rollout.max_response_tokens, or set data.overlong = 'truncate'"
         )
-    kept = []
+    kept: list[Prompt] = []
     for prompt in prompts:
         if len(prompt.tokens) > limit:
             if config.overlong == "drop":

@@ -21,7 +21,7 @@ _RESERVED = (
     "truncation",
     "max_length",
 )
-_DEFAULTS = {field.name: field.default for field in fields(DataConfig)}  # type: ignore[arg-type]
+_DEFAULTS = {field.name: field.default for field in fields(DataConfig)}
 
 
 class _RowError(Exception):
@@ -130,8 +130,8 @@ class RowReader:
             messages.append({k: v for k, v in message.items() if v is not None or k == "content"})
         if messages[-1]["role"] == "assistant" and not self.config.chat_template_kwargs.get("continue_final_message"):
             raise _RowError(
-                f"{name} ends with an assistant message, which would give the answer away: leave it out (or, to have it "
-                "continued, set data.chat_template_kwargs = {continue_final_message = true, add_generation_prompt = "
+                f"{name} ends with an assistant message, which would give the answer away: leave it out (or, to have "
+                "it continued, set data.chat_template_kwargs = {continue_final_message = true, add_generation_prompt = "
                 "false})"
             )
         return messages

@@ -9,6 +9,8 @@ from lightrl.rewards.answer import Answer, text_of
 _TAIL = 300  # characters in which the answer must stand
 _LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _WRAPPERS = re.compile(r"\\(?:text|textbf|mathbf|mathrm|mbox|overline|boxed|fbox)\s*\{([^{}]*)\}")
+_FORMULA = re.compile(r"\$([^$]*)\$")
+_ARTICLES = re.compile(r"\ban? ")
 _MARKS = re.compile(r"\\[$!,;: ]|\\left|\\right|\{,\}|\^\{?\\circ\}?|[$\s\"]|<\|im_end\|>|<\|endoftext\|>")
 _UNITS = re.compile(
     r"(?:square)?(?:units?|degrees?|dollars|cents|points|ways|integers|digits|edges|students|pounds|feet|inches|hours|"
@@ -41,10 +43,13 @@ def gold(answer: Answer) -> str:
 
 
 def normalize(text: str) -> str:
-    """An answer without its dressing: what follows the last `=`, no LaTeX wrappers, spaces, units, thousands marks."""
-    text = text.rpartition("=")[2].replace("−", "-")
+    """An answer without its dressing: what follows the last `=`, the first `$formula$` of it, no LaTeX wrappers,
+    spaces, units, thousands marks."""
+    text = text.rpartition("=")[2].replace("−", "-").replace(r"\$", "")
+    if (formula := _FORMULA.search(text)) is not None:
+        text = formula[1].rstrip(".")
     while (bare := _WRAPPERS.sub(r"\1", text)) != text:
         text = bare
-    text = _UNITS.sub("", _MARKS.sub("", text))
+    text = _UNITS.sub("", _MARKS.sub("", _ARTICLES.sub("", text)))
     digits = text.replace(",", "")
     return digits if digits.lstrip("+-").isdigit() else text

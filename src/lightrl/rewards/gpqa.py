@@ -9,8 +9,8 @@ from lightrl.rewards.answer import Answer
 from lightrl.rewards.box import TAIL
 
 _STATED = (
-    re.compile(r"(?:answer|option|choice)\s*(?:is|:)?\s*\(?([A-Z])\b", re.IGNORECASE),
-    re.compile(r"\b([A-Z])\)?\s*is\s*(?:the)?\s*correct", re.IGNORECASE),
+    re.compile(r"(?i:answer|option|choice)\s*(?i:is|:)?\s*\(?([A-Z]|[b-hj-z])\b"),  # lower-case a and i are words
+    re.compile(r"\b([A-Z]|[b-hj-z])\)?\s*(?i:is)\s*(?i:the)?\s*(?i:correct)"),
 )
 _LETTER = re.compile(r"\b([A-Z])\b")
 

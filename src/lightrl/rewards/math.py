@@ -16,13 +16,15 @@ LONGEST_ANSWER = 1000
 """Characters of an answer that is still parsed; a longer one is wrong."""
 _PROSE_TAIL = 3000  # characters of a response without a box in which math-verify looks for an answer
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:/[1-9]\d*)?")
+_WORDS = re.compile(r"[A-Za-z]{3,}(?:[ -][A-Za-z]+)*|no", re.IGNORECASE)
+_THIN_SPACE = re.compile(r"(?<=\d)\\[,!]\s*(?=\d{3}(?!\d))")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
 _DISPLAY = {"−": "-", "–": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "％": "%", "×": r"\times ", "π": r"\pi "}
 _DISPLAY_TABLE = str.maketrans(_DISPLAY)
 
 
 def grade_math(answer: Answer) -> float:
-    """1 when the answer equals the label. The answer: the last complete box, else what math-verify finds in the text."""
+    """1 when the answer equals the label. The answer: the last complete box, else what math-verify finds in the end."""
     boxed = answer.response if answer.boxed else last_box(answer.response)
     if boxed is not None:
         return _equal(boxed, answer.label)
@@ -42,11 +44,11 @@ def grade_deepscaler(answer: Answer) -> float:
 
 
 def check_gold(answer: Answer) -> None:
-    """Raises ValueError for a label that is not mathematics: with it every answer would be wrong, or every one right."""
+    """Raises ValueError for a label that is no mathematics: no answer could be told right from wrong."""
     gold = _gold(answer.label)
     if not gold:
         raise ValueError("the label is empty")
-    if _NUMBER.fullmatch(gold):  # most labels: no parser needed
+    if _NUMBER.fullmatch(gold) or _WORDS.fullmatch(_plain(gold)):  # no parser needed
         return
     if not any(not isinstance(parsed, str) for parsed in _parse_gold(gold)):
         raise ValueError(f"the label {gold[:80]!r} cannot be parsed as mathematics")
@@ -66,21 +68,24 @@ def _gold(label: Any) -> str:
     boxed = last_box(text)
     if boxed is not None:
         return boxed
-    return text.rpartition("####")[2].strip().removeprefix("$").removesuffix("$").strip()
+    return text.rpartition("####")[2].strip().strip("$").strip()
 
 
 def _equal(given: str, label: Any) -> float:
     gold = _gold(label)
-    given = given.strip().translate(_DISPLAY_TABLE)
+    given = _THIN_SPACE.sub("", given.translate(_DISPLAY_TABLE)).strip(" ,;")
     if not given or len(given) > LONGEST_ANSWER:
         return 0.0
-    if _plain(given) == _plain(gold.translate(_DISPLAY_TABLE)):
+    plain, plain_gold = _plain(given), _plain(gold.translate(_DISPLAY_TABLE))
+    if plain == plain_gold:
         return 1.0
+    if _WORDS.fullmatch(plain_gold):  # as mathematics, `on` were the product `no`
+        return float(plain.casefold() == plain_gold.casefold())
     return float(_verify(_parse_gold(gold), _parse(rf"\boxed{{{given}}}")))
 
 
 def _plain(text: str) -> str:
-    return _TEXT.sub(r"\1", text).replace(r"\!", "").replace(" ", "").strip("$.")
+    return " ".join(_TEXT.sub(r"\1", text).replace(r"\!", "").split()).strip(" $.")
 
 
 def _parse_gold(gold: str) -> list[Any]:
@@ -90,7 +95,7 @@ def _parse_gold(gold: str) -> list[Any]:
 def _parse(text: str) -> list[Any]:
     from math_verify import parse
 
-    return list(parse(text, parsing_timeout=None))  # type: ignore[arg-type]
+    return list(parse(text, parsing_timeout=None))
 
 
 def _verify(gold: list[Any], given: list[Any]) -> bool:

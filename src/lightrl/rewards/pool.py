@@ -127,7 +127,7 @@ class _Worker:
             timer.cancel()
             timer.join()  # it may be firing right now: know before the worker is used again
         if line and not expired.is_set():
-            return json.loads(line)  # type: ignore[no-any-return]
+            return json.loads(line)
         if expired.is_set():
             raise TimeoutError(f"took longer than {timeout:g} s")
         self._process.kill()

@@ -50,12 +50,12 @@ def find_rule(name: str) -> tuple[Rule, bool]:
     close = difflib.get_close_matches(bare, RULES, n=2)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     raise UserError(
-        f"no reward rule {name!r}: {hint}the rules are {', '.join(RULES)} ({BOXED}NAME grades the last box); a function "
-        "of your own is written package.module:function"
+        f"no reward rule {name!r}: {hint}the rules are {', '.join(RULES)} ({BOXED}NAME grades the last box); a "
+        "function of your own is written package.module:function"
     )
 
 
 def function_of(name: str) -> Callable[..., Any]:
     """The function behind `module:function` of this package."""
     module, _, function = name.partition(":")
-    return getattr(importlib.import_module(f"lightrl.rewards.{module}"), function)  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(f"lightrl.rewards.{module}"), function)

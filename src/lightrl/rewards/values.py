@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ def reward_of(value: Any, key: str | None) -> tuple[float, dict[str, Any]]:
 
 
 def list_of(value: Any, length: int) -> list[Any]:
-    """The results of a batched function, one a sample. Raises BadReward: a wrong count tells nothing about any sample."""
+    """The results of a batched function, one a sample. Raises BadReward, also when the count is wrong."""
     if hasattr(value, "tolist"):  # numpy, torch
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
@@ -36,10 +37,8 @@ def list_of(value: Any, length: int) -> list[Any]:
 
 def _number(value: Any, what: str) -> float:
     if not isinstance(value, str | bytes) and hasattr(value, "item") and getattr(value, "size", None) is not None:
-        try:
-            value = value.item()  # numpy and torch scalars; more than one element is an error
-        except (ValueError, RuntimeError):
-            pass
+        with contextlib.suppress(ValueError, RuntimeError):  # more than one element: refused below
+            value = value.item()  # numpy and torch scalars
     if not isinstance(value, numbers.Real):  # bool is one
         raise BadReward(f"{what} is {_describe(value)}, not a number")
     number = float(value)

@@ -1,4 +1,4 @@
-"""A process that grades: JSON lines in, JSON lines out. Started by `pool.py`; imports neither torch nor the user's code."""
+"""A process that grades: JSON lines in, JSON lines out. Started by `pool.py`; imports no torch and no user's code."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ def main(parent: int) -> None:
 def _serve(request: dict[str, Any]) -> dict[str, Any]:
     try:
         function = function_of(request["function"])
-        if request["answer"] is None:  # warm-up: the imports were all
-            if request["function"].startswith("math:"):
-                import math_verify  # noqa: F401
+        if request["answer"] is None:  # warm-up: imports and first parse cost seconds that no answer should pay
+            function(Answer(response=r"\boxed{2}", label="x + 1"))
             return {"value": None}
         return {"value": function(Answer(**request["answer"]))}
     except Exception as error:
