@@ -1,0 +1,323 @@
+"""The command line: what reaches the library, what a mistake prints, and that help and mistakes import no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightrl
+from lightrl.cli import main
+from lightrl.config import Config, dump_toml, load_config
+from lightrl.config.fields import sections
+from lightrl.errors import UserError
+
+SRC = Path(lightrl.__file__).parents[1]
+READY = ["--model.path=org/model", "--data.path=org/data"]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*words: str) -> int:
+    """Exit status of the command."""
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    return int(caught.value.code or 0)
+
+
+class FakeTrainer:
+    """Stands in for the trainer, so that a test sees what it is given."""
+
+    made: list[FakeTrainer] = []  # noqa: RUF012 - emptied by the fixture
+    error: Exception | None = None
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.calls: list[str] = []
+        self.console = types.SimpleNamespace(notice=lambda text: self.calls.append(f"notice {text}"))
+        self.made.append(self)
+
+    def train(self) -> None:
+        self.calls.append("train")
+        if self.error:
+            raise self.error
+
+    def evaluate(self) -> None:
+        self.calls.append("evaluate")
+
+    def load_checkpoint(self, folder: Path) -> None:
+        self.calls.append(f"load {folder.name}")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> type[FakeTrainer]:
+    def module(name: str, **names: Any) -> None:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        vars(sys.modules[name]).update(names)
+
+    def find_fault(folder: Path) -> str | None:
+        return None if (folder / "COMMITTED").is_file() else "no COMMITTED, so it was never completed"
+
+    def latest(folder: Path) -> Path | None:
+        return max(folder.glob("step_*"), default=None)
+
+    fake = type("Fake", (FakeTrainer,), {"made": []})
+    module("lightrl.training.trainer", Trainer=fake)
+    module("lightrl.training.checkpoint", find_fault=find_fault, latest=latest)
+    module("lightrl.distributed.mesh", close_world=lambda: fake.made[-1].calls.append("leave"))
+    return fake
+
+
+def test_train_gets_the_merged_config(trainer: type[FakeTrainer]) -> None:
+    Path("a.toml").write_text('[model]\npath = "org/m"\n[optim]\nlr = 1.0\n')
+    Path("b.toml").write_text('[data]\npath = "org/d"\n[run]\nseed = 3\n')
+    # Flags before, between and after the files, values that look like flags or files.
+    words = ["train", "--optim.lr", "2e-6", "a.toml", "--run.resume", "false", "b.toml", "--rollout.stop=--x"]
+    assert run(*words, "--data.system_prompt", "-1") == 0
+    assert trainer.made[0].config == load_config(
+        model={"path": "org/m"},
+        data={"path": "org/d", "system_prompt": "-1"},
+        optim={"lr": 2e-6},
+        run={"seed": 3, "resume": False},
+        rollout={"stop": ["--x"]},
+    )
+    assert trainer.made[0].calls == ["train", "close", "leave"]
+
+
+def test_eval_picks_the_checkpoint(trainer: type[FakeTrainer], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", *READY, "--eval.sets=[{name='a',path='org/x'}]"]
+
+    def calls(*more: str) -> list[str]:
+        assert run(*words, *more) == 0
+        return trainer.made[-1].calls
+
+    end = ["evaluate", "close", "leave"]
+    assert calls() == ["notice evaluating org/model", *end]
+    for step in ("step_000001", "step_000002"):
+        folder = Path("runs/lightrl/checkpoints", step)
+        folder.mkdir(parents=True)
+        (folder / "COMMITTED").touch()
+    assert calls() == ["load step_000002", "notice evaluating runs/lightrl/checkpoints/step_000002", *end]
+    assert calls("--run.resume=false") == ["notice evaluating org/model", *end]
+    assert calls("--checkpoint", "runs/lightrl")[0] == "load step_000002"
+    assert calls("--checkpoint", str(folder.parent / "step_000001"), "--checkpoint.every", "5")[0] == "load step_000001"
+    assert trainer.made[-1].config.checkpoint.every == 5
+    Path("hf").mkdir()
+    Path("hf/config.json").touch()
+    assert calls("--checkpoint", "hf") == [f"notice evaluating {Path('hf').absolute()}", *end]
+    assert trainer.made[-1].config.model.path == str(Path("hf").absolute())
+
+    Path("empty").mkdir()
+    capsys.readouterr()
+    assert run(*words, "--checkpoint", "empty") == 2
+    assert run(*words, "--checkpoint", "gone") == 2
+    assert run("eval", *READY) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: eval: --checkpoint: empty is neither a model nor a whole checkpoint: "
+        "no COMMITTED, so it was never completed",
+        "error: eval: --checkpoint: gone: no such folder",
+        "error: eval.sets: nothing to evaluate; add an [[eval.sets]] table with a name and a path",
+    ]
+
+
+def test_other_commands_reach_their_functions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def fake(name: str, attribute: str, result: Any = None) -> None:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        vars(sys.modules[name])[attribute] = lambda *args, **kwargs: calls.append((attribute, *args, kwargs)) or result
+
+    fake("lightrl.training.export_cli", "export_run")
+    fake("lightrl.models.fetch", "fetch", Path("models/x"))
+    fake("lightrl.observe.report", "write_report", (Path("r.html"), Path("r.png")))
+    Path("run").mkdir()
+    assert run("export", "--run", "run", "out", "--dtype", "float32") == 0
+    assert run("export", "out", "--checkpoint", "run") == 0
+    assert run("fetch", "smollm2-135m", "--out", "here") == 0
+    assert run("report", "run", "--out", "r.html") == 0
+    assert calls == [
+        ("export_run", Path("run"), Path("out"), "float32", {}),
+        ("export_run", Path("run"), Path("out"), "auto", {}),
+        ("fetch", "smollm2-135m", Path("here"), {"from_wheel": None}),
+        ("write_report", Path("run"), Path("r.html"), {}),
+    ]
+    assert capsys.readouterr().out.splitlines() == ["wrote out", "wrote out", "models/x", "r.html", "r.png"]
+
+    assert run("export", "out") == 2
+    assert run("export", "out", "--run", "run", "--checkpoint", "run") == 2
+    assert run("export", "out", "--run", "gone") == 2
+    assert run("report", "gone") == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: export: name what to export by one of --run DIR and --checkpoint DIR",
+        "error: export: name what to export by one of --run DIR and --checkpoint DIR",
+        "error: export: gone: no such folder",
+        "error: report: gone: no such folder",
+    ]
+
+
+def test_config_show_check_list(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.toml").write_text('[model]\npath = "m"\n')
+    assert run("config", "show", "a.toml", "--optim.lr", "1e-8") == 0
+    assert capsys.readouterr().out == dump_toml(load_config("a.toml", optim={"lr": 1e-8}))
+    assert run("config", "check", "a.toml", "--data.path", "org/d") == 0
+    assert capsys.readouterr().out == "OK: a.toml is a valid configuration\n"
+    assert run("config", "check", "a.toml") == 2
+    assert capsys.readouterr().err == (
+        "error: data.path: not set; name a prompt set (jsonl, parquet, folder or hub dataset)\n"
+    )
+    assert run("config", "list", "optim.lr") == 0
+    assert capsys.readouterr().out == "optim.lr = 1e-06  (float >= 0)\n    Peak learning rate.\n"
+    assert run("config", "list") == 0
+    assert "\neval.sets.path = required  (string)\n" in capsys.readouterr().out
+    assert run("config", "list", "zzz") == 2
+
+
+def test_mistakes_exit_with_2_and_one_process_prints(
+    trainer: type[FakeTrainer], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.toml").write_text("[optim]\nlrr = 1\neps = 0\n")
+    lines = [
+        "error: run.toml:2: optim.lrr: unknown key; did you mean optim.lr?",
+        "error: run.toml:3: optim.eps: must be > 0, got 0",
+        "error: --lr: unknown key; did you mean --optim.lr?",
+    ]
+    for environment, expected in (
+        ({}, lines),
+        ({"RANK": "0"}, lines),
+        ({"RANK": "1"}, []),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, []),
+        ({"RANK": "2", "LOCAL_RANK": "0"}, lines),  # the first process of a second machine
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            assert run("train", "run.toml", "--lr", "3") == 2
+        assert capsys.readouterr().err.splitlines() == expected
+    assert not trainer.made
+    trainer.error = UserError("data.jsonl:3: no field 'input'")
+    assert run("train", *READY) == 2
+    assert capsys.readouterr().err == "error: data.jsonl:3: no field 'input'\n"
+    assert trainer.made[0].calls == ["train", "close"]
+
+
+def test_an_unexpected_error_keeps_its_traceback(trainer: type[FakeTrainer]) -> None:
+    trainer.error = RuntimeError("out of luck")
+    with pytest.raises(RuntimeError, match="out of luck"):
+        main(["train", *READY])
+
+
+def test_torchrun_learns_the_reason(
+    trainer: type[FakeTrainer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    trainer.error = RuntimeError("rank 1 is out of luck")
+    with pytest.raises(RuntimeError):
+        main(["train", *READY])
+    assert "rank 1 is out of luck" in json.dumps(json.loads((tmp_path / "error.json").read_text()))
+
+
+QUICK = """
+import json, sys
+from lightrl.cli import main
+status = []
+for words in json.loads(sys.argv[1]):
+    try:
+        main(words)
+    except SystemExit as end:
+        status.append(end.code or 0)
+heavy = {"torch", "transformers", "datasets", "numpy", "matplotlib", "tomlkit"} & set(sys.modules)
+print(json.dumps([status, sorted(heavy)]), file=sys.stderr)
+"""
+
+
+def test_help_and_mistakes_import_nothing_heavy() -> None:
+    Path("bad.toml").write_text("[optim]\nlrr = 1\n")
+    Path("good.toml").write_text('[model]\npath = "org/m"\n[data]\npath = "gone.jsonl@[:5]"\n')
+    commands = {
+        ("--help",): 0,
+        ("train", "--help"): 0,
+        ("eval", "--help"): 0,
+        ("config", "list"): 0,
+        ("config", "check", "bad.toml"): 2,
+        ("train", "bad.toml", "--optim.lr", "x"): 2,
+        ("train", "good.toml"): 2,
+        ("train",): 2,
+        ("eval", "good.toml"): 2,
+        ("export", "out"): 2,
+        ("fetch", "nothing"): 2,
+        ("report", "gone"): 2,
+        ("nonsense",): 2,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", QUICK, json.dumps(list(commands))],
+        env={**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *errors, last = done.stderr.splitlines()
+    assert json.loads(last) == [list(commands.values()), []]
+    assert "error: good.toml:4: data.path: no such file or folder: gone.jsonl" in errors
+    assert "lightrl config list" in done.stdout
+    for section in sections():  # `train --help` names every section
+        assert f"{section}," in done.stdout or f"{section}." in done.stdout
+
+
+def test_module_runs_as_a_script() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightrl", "train", "--optim.lrr", "1"],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[0] == "error: --optim.lrr: unknown key; did you mean --optim.lr?"
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_judges_versions() -> None:
+    from lightrl.doctor import version_finding
+
+    states = {
+        ("torch", "2.10.9"): "problem",
+        ("torch", "2.11.0+cu130"): "ok",
+        ("torch", "2.14.1"): "ok",
+        ("torch", "2.15.0"): "note",
+        ("transformers", "5.9.0"): "problem",
+        ("transformers", "5.24.1"): "ok",
+        ("datasets", "1.0"): "ok",
+        ("datasets", None): "problem",
+    }
+    assert {key: version_finding(*key).state for key in states} == states
+
+
+def test_doctor_survives_what_is_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "lightrl.training.policy", types.ModuleType("broken"))
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "s3cret")
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret")
+    assert run("doctor") == 0
+    shown = capsys.readouterr().out
+    assert "check failed" in shown
+    assert "shares the policy's weights" in shown
+    for package in ("torch", "transformers", "sglang", "flash-attn", "flash-linear-attention", "liger-kernel", "wandb"):
+        assert package in shown
+    assert "s3cret" not in shown

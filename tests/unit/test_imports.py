@@ -1,0 +1,108 @@
+"""Who may import whom (docs/architecture.md), read from the source; and the public names."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightrl
+
+PACKAGE = Path(lightrl.__file__).parent
+RECORDS = "lightrl.errors lightrl.types"
+SECTION = f"{RECORDS} lightrl.config.schema"
+LIBRARY = (
+    "lightrl.algorithms lightrl.config lightrl.data lightrl.distributed lightrl.engine.base lightrl.errors "
+    "lightrl.kernels lightrl.models lightrl.observe lightrl.rewards lightrl.rollout lightrl.sync lightrl.types"
+)
+# Room (the longest prefix of a module counts): what it may import anywhere | what only inside functions or for types.
+# Each room may import itself; the standard library is free.
+RULES = {
+    "": " | lightrl.config lightrl.errors lightrl.training.trainer lightrl.types",  # the lazy names
+    "__main__": "lightrl.cli |",
+    "cli": "typer lightrl.errors | lightrl torch.distributed.elastic",
+    "doctor": "| rich torch lightrl.training.policy",
+    "errors": "|",
+    "hooks": "lightrl.errors |",
+    "types": "torch |",
+    "config": "pydantic pydantic_core lightrl.errors | tomlkit",  # never torch: mistakes answer at once
+    "kernels": "torch triton |",
+    "algorithms": "torch lightrl.types |",
+    "training.packing": "torch lightrl.types lightrl.training.balance |",
+    "training.balance": "torch |",
+    "models": "torch transformers safetensors huggingface_hub numpy lightrl.errors lightrl.kernels | "
+    "fla flash_attn liger_kernel filelock gguf tokenizers lightrl.data.tasks lightrl.types",
+    "distributed": f"torch {SECTION} |",
+    "sync": f"torch {SECTION} lightrl.engine.base lightrl.distributed |",
+    "observe": f"torch rich {SECTION} | matplotlib wandb",
+    "data": f"numpy {SECTION} lightrl.hooks | datasets pyarrow transformers",
+    "rewards": f"{SECTION} lightrl.hooks | math_verify torch",
+    "engine": f"torch transformers {SECTION} lightrl.kernels |",
+    "engine.sglang": f"torch sglang {SECTION} lightrl.engine |",
+    "rollout": f"torch {SECTION} lightrl.engine.base lightrl.rewards lightrl.data lightrl.hooks |",
+    "training": f"torch transformers safetensors numpy {LIBRARY} | lightrl.engine",
+}
+# torchrun's variables; SGLang's; which process prints an error (before torch is there); OMP_WAIT_POLICY.
+MAY_READ_ENVIRONMENT = {"distributed/mesh.py", "engine/sglang.py", "cli.py", "doctor.py"}
+FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+
+
+def imports(node: ast.AST, late: bool = False) -> Iterator[tuple[str, bool]]:
+    """(full name, whether it is imported inside a function or for type checkers only)."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, late) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "relative import"
+            yield from ((f"{child.module}.{alias.name}", late) for alias in child.names)
+        inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        types_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        yield from imports(child, late or inside or types_only)
+
+
+def below(name: str, prefixes: list[str]) -> bool:
+    return any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_stay_in_their_room(file: str) -> None:
+    module = file.removesuffix(".py").removesuffix("__init__").replace("/", ".").strip(".")
+    room = max((room for room in RULES if room == "" or below(module, [room])), key=len)
+    assert module in ("", "__init__") or room, f"{module} has no room: give it one in RULES"
+    early, late = (part.split() for part in RULES[room].split("|"))
+    own = [f"lightrl.{room}" if room else "lightrl.__version__"]
+    for name, is_late in imports(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
+        if name.split(".")[0] not in sys.stdlib_module_names:
+            allowed = own + early + (late if is_late else [])
+            assert below(name, allowed), f"{file} imports {name}{' late' if is_late else ''}; allowed: {allowed}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_globals_and_environment_in_few_places(file: str) -> None:
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
+        assert not isinstance(node, ast.Global), f"{file}:{node.lineno}: global statement"
+        reads = isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
+        reads |= isinstance(node, ast.ImportFrom) and node.module == "os" and "environ" in ast.unparse(node)
+        if reads and file not in MAY_READ_ENVIRONMENT:
+            pytest.fail(f"{file}:{node.lineno}: reads the environment")
+
+
+def test_public_names() -> None:
+    assert sorted(lightrl.__all__) == sorted({*lightrl._HOMES, "__version__"})
+    for name in lightrl.__all__:
+        value = getattr(lightrl, name)
+        assert name == "__version__" or value.__name__ == name
+    assert set(lightrl.__all__) <= set(dir(lightrl))
+    with pytest.raises(AttributeError, match="'lightrl' has no attribute 'trainer_'"):
+        _ = lightrl.trainer_
+
+
+def test_import_is_light() -> None:
+    check = "import sys, lightrl; print({'torch', 'transformers', 'pydantic', 'typer'} & set(sys.modules))"
+    path = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); "
+    done = subprocess.run([sys.executable, "-c", path + check], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
