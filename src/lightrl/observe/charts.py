@@ -136,10 +136,16 @@ def smoothed(values: Sequence[Value], window: int) -> list[Value]:
     [1.0, None, 1.0, 1.0]
     """
     half = window // 2
+    sums, counts = [0.0], [0]  # running totals: the cost does not grow with the window
+    for value in values:
+        known = value is not None and math.isfinite(value)
+        sums.append(sums[-1] + (value if known and value is not None else 0.0))
+        counts.append(counts[-1] + known)
     result: list[Value] = []
-    for i, value in enumerate(values):
-        near = [v for v in values[max(0, i - half) : i + half + 1] if v is not None and _finite(v)]
-        result.append(fmean(near) if _finite(value) else None)
+    for i in range(len(values)):
+        first, end = max(0, i - half), min(len(values), i + half + 1)
+        known = counts[i + 1] > counts[i]
+        result.append((sums[end] - sums[first]) / (counts[end] - counts[first]) if known else None)
     return result
 
 

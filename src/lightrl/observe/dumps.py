@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightrl.errors import UserError
-from lightrl.observe.jsonl import read_records, write_records
+from lightrl.observe.jsonl import parse_line, read_lines, write_records
 from lightrl.types import Sample
 
 SAMPLES_FOLDER = "samples"
@@ -29,13 +29,19 @@ class Dump:
     eval: str | None
     parts: list[Path] = field(default_factory=list)
 
-    def samples(self) -> Iterator[dict[str, Any]]:
-        """Records of all ranks. A damaged file is a UserError that names it."""
+    def lines(self) -> list[bytes]:
+        """One undecoded JSON line a sample, of all ranks. A damaged file is a UserError that names it."""
+        lines: list[bytes] = []
         for part in self.parts:
             try:
-                yield from read_records(part)
+                lines += read_lines(part)
             except (OSError, EOFError, zlib.error) as error:
                 raise UserError(f"{part}: damaged or unreadable ({error}): delete it and go on without") from error
+        return lines
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Records of all ranks."""
+        return [record for line in self.lines() if (record := parse_line(line)) is not None]
 
 
 class SampleWriter:

@@ -6,7 +6,7 @@ import gzip
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -65,18 +65,25 @@ def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Write JSON lines in one piece, compressed when the name ends in `.gz`."""
     data = b"".join(to_line(record) for record in records)
     if path.suffix == ".gz":
-        data = gzip.compress(data, compresslevel=3, mtime=0)  # no clock in it: equal samples, equal file
+        data = gzip.compress(data, compresslevel=1, mtime=0)  # no clock in it: equal records, equal file
     write_whole(path, data)
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file; a line that is no JSON object (torn by a kill) is left out."""
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield record
+def read_lines(path: Path) -> list[bytes]:
+    """The lines of a file, unpacked when the name ends in `.gz`."""
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The JSON object on a line; None for a line that holds none, as one torn by a kill."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, torn lines left out."""
+    return [record for line in read_lines(path) if (record := parse_line(line)) is not None]

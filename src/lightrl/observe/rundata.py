@@ -15,11 +15,12 @@ from lightrl.observe.charts import Value
 from lightrl.observe.console import shorten
 from lightrl.observe.dumps import Dump, list_dumps
 from lightrl.observe.environment import read_environment
+from lightrl.observe.jsonl import parse_line
 from lightrl.observe.trackers import read_metrics
 
 CONFIG_FILE = "config.toml"
 MAX_SAMPLES = 2000
-MAX_DUMPS = 60
+MAX_DUMPS = 40
 MAX_TEXT = 4000
 
 
@@ -79,25 +80,33 @@ def load_run(run_dir: Path) -> Run:
 def _load_samples(run: Run, dumps: Sequence[Dump]) -> None:
     """Take samples of at most MAX_DUMPS steps, evenly over the run, and at most MAX_SAMPLES in all."""
     chosen = spread(dumps, MAX_DUMPS)
-    tenth = max(1, sum(dump.eval is None for dump in chosen) // 10)
-    training: list[list[dict[str, Any]]] = []
+    training = [dump for dump in chosen if dump.eval is None]
+    tenth = max(1, len(training) // 10)
+    early, late = training[:tenth], training[tenth:][-tenth:]
     total = 0
     for dump in chosen:
         try:
-            records = list(dump.samples())
+            lines = dump.lines()
         except UserError as error:
             run.notes.append(str(error))
             continue
-        total += len(records)
-        run.samples += [_shown(r) for r in spread(records, max(1, MAX_SAMPLES // len(chosen)))]
-        if dump.eval is None:
-            training.append([{k: r.get(k) for k in ("step", "reward", "response_length", "status")} for r in records])
-    run.early = [r for records in training[:tenth] for r in records]
-    run.late = [r for records in training[-tenth:] for r in records] if len(training) > 1 else []
+        total += len(lines)
+        shown = spread(lines, max(1, MAX_SAMPLES // len(chosen)))
+        run.samples += [_shown(record) for line in shown if (record := parse_line(line)) is not None]
+        if dump in early:
+            run.early += _brief(lines)
+        elif dump in late:
+            run.late += _brief(lines)
     if len(chosen) < len(dumps):
         run.notes.append(f"Samples of {len(chosen)} of {len(dumps)} dumps are looked at, evenly over the run.")
     if len(run.samples) < total:
         run.notes.append(f"{len(run.samples)} of their {total} samples are in this page, evenly taken.")
+
+
+def _brief(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """What the histograms need of each sample."""
+    records = [record for line in lines if (record := parse_line(line)) is not None]
+    return [{key: record.get(key) for key in ("step", "reward", "response_length")} for record in records]
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,20 +13,23 @@ class StageTimer:
     """`with timer("generate"): …` -> `time/generate`.
 
     A stage that runs again adds up; one inside another is `time/OUTER/INNER`, so that the plain names never overlap.
-    One thread, one stage at a time. With `cuda_sync` a stage ends when its GPU work has: right, but it stalls the GPU.
+    One thread, one stage at a time. The clock of `time/total` starts with the first stage. With `cuda_sync` a stage
+    ends when its GPU work has: right, but it stalls the GPU.
     """
 
     def __init__(self, cuda_sync: bool = False) -> None:
         self._cuda_sync = cuda_sync and torch.cuda.is_available()
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
-        self._start = time.perf_counter()
+        self._start: float | None = None
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         self._open.append(stage)
         name = "/".join(self._open)
         start = self._now()
+        if self._start is None:
+            self._start = start
         try:
             yield
         finally:
@@ -41,7 +44,7 @@ class StageTimer:
         """`time/STAGE` of each stage and `time/total`, in seconds since the last call; starts anew."""
         now = self._now()
         result = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
-        result["time/total"] = now - self._start
+        result["time/total"] = 0.0 if self._start is None else now - self._start
         self._seconds, self._start = {}, now
         return result
 
