@@ -1,0 +1,224 @@
+"""What every benchmark shares: rows of results, the JSON file around them, and workers that take turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+ROW_KEYS = ("case", "unit", "ours", "peer", "peer_name", "limit", "ratio", "goal", "note")
+
+
+def result_row(
+    case: str,
+    unit: str,
+    ours: Sequence[float],
+    peer: Sequence[float] = (),
+    *,
+    better: Literal["lower", "higher"],
+    peer_name: str | None = None,
+    limit: float | None = None,
+    goal: float | None = None,
+    note: str = "",
+) -> dict[str, Any]:
+    """One measured case. `ours` and `peer` are repeated measurements: the row holds medians, and [least, most].
+
+    `ratio` is how many times better than the peer we are; without a peer, than `limit` if that is a ceiling that must
+    hold (seconds allowed), else null. `goal` is the ratio to reach.
+
+    >>> result_row("step", "s", [2.0, 1.0, 4.0], [4.0], better="lower", peer_name="p")["ratio"]
+    2.0
+    """
+    if not ours:
+        raise ValueError(f"{case}: nothing was measured")
+    row: dict[str, Any] = dict.fromkeys(ROW_KEYS)
+    row |= {"case": case, "unit": unit, "ours": _round(statistics.median(ours)), "ours_spread": _spread(ours)}
+    if peer:
+        row |= {"peer": _round(statistics.median(peer)), "peer_spread": _spread(peer), "peer_name": peer_name}
+        row["ratio"] = _round(times_better(statistics.median(ours), statistics.median(peer), better))
+    return row | {"limit": limit, "goal": goal, "note": note, "repeats": len(ours)}
+
+
+def times_better(ours: float, other: float, better: Literal["lower", "higher"]) -> float:
+    """Above 1: ours is better."""
+    return other / ours if better == "lower" else ours / other
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    return [_round(min(values)), _round(max(values))]
+
+
+def _round(value: float) -> float:
+    """Four significant digits: more would be noise."""
+    return float(f"{value:.4g}")
+
+
+def report(
+    op: str, rows: Sequence[dict[str, Any]], *, command: str, packages: Iterable[str] = (), date: str | None = None
+) -> dict[str, Any]:
+    """The content of a result file; ValueError for a row that lacks a key. `packages` are the peers', for versions."""
+    from lightrl.observe.environment import environment  # takes a second: imports torch
+
+    for row in rows:
+        if missing := [key for key in ROW_KEYS if key not in row]:
+            raise ValueError(f"{op}: row {row.get('case')!r} lacks {', '.join(missing)}")
+    facts = environment(ROOT)
+    versions = dict(facts["versions"])
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "op": op,
+        "date": date or time.strftime("%Y-%m-%d"),
+        "hardware": facts["hardware"],
+        "commit": facts["commit"],
+        "command": command,
+        "versions": {"python": facts["python"], **versions},
+        "rows": list(rows),
+    }
+
+
+def write_report(result: dict[str, Any], folder: Path) -> Path:
+    """Write `folder/OP.json` whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result['op']}.json"
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def print_report(result: dict[str, Any], console: Console | None = None) -> None:
+    """A table of the rows; notes below it."""
+    console = console or Console()
+    table = Table(title=f"{result['op']} on {result['hardware']}", title_justify="left")
+    for name in ("case", "unit", "ours", "peer", "times better", "goal", "limit"):
+        table.add_column(name, justify="left" if name in ("case", "unit") else "right", overflow="fold")
+    for row in result["rows"]:
+        peer = f"{_figure(row, 'peer')} {row['peer_name'] or ''}".strip()
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        if row["ratio"] is not None and row["goal"] is not None:
+            ratio = f"[{'green' if row['ratio'] >= row['goal'] else 'red'}]{ratio}[/]"
+        table.add_row(row["case"], row["unit"], _figure(row, "ours"), peer, ratio, _text(row["goal"]), _text(row["limit"]))
+    console.print(table)
+    for row in result["rows"]:
+        if row["note"]:
+            console.print(f"{row['case']}: {row['note']}", highlight=False, markup=False)
+
+
+def _figure(row: dict[str, Any], who: str) -> str:
+    """`1.2 (1.1-1.4)`: median and spread."""
+    spread = row.get(f"{who}_spread")
+    return _text(row[who]) + (f" ({_text(spread[0])}-{_text(spread[1])})" if spread and spread[0] != spread[1] else "")
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
+
+
+class Worker:
+    """A process that measures when asked, so that two libraries alternate without sharing a process.
+
+    The script is started with `arguments`; it says `{"ready": …}` on its standard output once it has set up, then
+    answers each line it reads with one line of JSON (`serve`). While it waits it uses no CPU.
+    """
+
+    def __init__(self, name: str, script: Path, arguments: Sequence[str], *, threads: int, log: Path) -> None:
+        self.name, self.log = name, log
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "passive",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                cwd=ROOT,
+                text=True,
+            )
+        self.facts: dict[str, Any] = {}
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Block until it has set up; returns what it says of itself."""
+        self.facts = self._read()["ready"]
+        return self.facts
+
+    def ask(self, request: str = "go") -> dict[str, Any]:
+        """One measurement."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(request + "\n")
+            stdin.flush()
+        except BrokenPipeError:
+            self._fail()
+        return self._read()
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._fail()
+        return dict(json.loads(line))
+
+    def _fail(self) -> None:
+        code = self._process.wait()
+        tail = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-15:]
+        raise RuntimeError(f"{self.name} ended with code {code}; the end of {self.log}:\n" + "\n".join(tail))
+
+
+class Turns:
+    """The worker's side. Prints of libraries go to standard error, so that only answers are on standard output.
+
+    Raises EOFError when the parent has no more turns to give.
+    """
+
+    def __init__(self) -> None:
+        self._out: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+
+    def ready(self, **facts: Any) -> None:
+        self._say({"ready": facts})
+
+    def wait(self) -> str:
+        """Block until the parent asks."""
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.strip()
+
+    def answer(self, **measured: Any) -> None:
+        self._say(measured)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._out.write(json.dumps(message) + "\n")
+        self._out.flush()
