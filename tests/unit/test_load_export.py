@@ -289,6 +289,15 @@ def test_paths_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load.load_config_and_tokenizer(str(source))
 
 
+def test_empty_model_leaves_the_config_alone() -> None:
+    """The caller reads the checkpoint's own type from it when it exports."""
+    config = AutoConfig.for_model("llama", **_SIZES, dtype="bfloat16")
+    model = load.empty_model(config)
+    assert model.dtype is torch.float32
+    assert model.device.type == "meta"
+    assert config.dtype is torch.bfloat16
+
+
 def test_lengths_and_end_ids(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", **{**_SIZES, "eos_token_id": [2, 5]})
     assert load.context_length(config) == 512

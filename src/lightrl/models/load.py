@@ -6,6 +6,7 @@ Each rank reads only its own slices of the safetensors files.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -50,12 +51,7 @@ def load_config_and_tokenizer(
     path: str, revision: str | None = None, tokenizer: str | None = None, trust_remote_code: bool = False
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Config and tokenizer of a causal LM, from a folder or the hub. Every failure is a one-line `UserError`."""
-    _check_local(path, "model.path")
-    try:
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError … here
-        raise _load_error("model.path", path, "config", error) from error
-    _check_causal_lm(config, path)
+    config = load_model_config(path, revision, trust_remote_code)
     source = tokenizer or path
     key = "model.tokenizer" if tokenizer else "model.path"
     _check_local(source, key)
@@ -66,6 +62,17 @@ def load_config_and_tokenizer(
     except Exception as error:
         raise _load_error(key, source, "tokenizer", error) from error
     return config, loaded
+
+
+def load_model_config(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Config of a causal LM, checked to be one that can be trained."""
+    _check_local(path, "model.path")
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError … here
+        raise _load_error("model.path", path, "config", error) from error
+    _check_causal_lm(config, path)
+    return config
 
 
 def context_length(config: PretrainedConfig) -> int | None:
@@ -91,6 +98,7 @@ def eos_token_ids(
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, **kwargs: Any) -> PreTrainedModel:
     """The model on the meta device, tied as its config says; `kwargs` go to `from_config` (`attn_implementation` …)."""
+    config = copy.deepcopy(config)  # transformers writes `dtype` into it; the caller's keeps the checkpoint's
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
 

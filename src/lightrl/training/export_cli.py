@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lightrl.config.load import load_config
 from lightrl.errors import UserError
 from lightrl.models.export import MAX_SHARD_BYTES, export_dtype, write_hf_folder
-from lightrl.models.load import empty_model, load_config_and_tokenizer, persistent_tensors, resolve_checkpoint
+from lightrl.models.load import empty_model, load_model_config, persistent_tensors, resolve_checkpoint
 from lightrl.training.checkpoint import MARKER, find_fault, latest
 from lightrl.training.checkpoint_storage import read_tensors, read_whole
 
@@ -35,10 +35,8 @@ def export_run(source: Path, out: Path, dtype: str = "auto") -> Path:
     if not config_file.is_file():
         raise UserError(f"{config_file} is missing: it names the model that {folder} was trained from")
     settings = load_config(config_file).model
-    config, _ = load_config_and_tokenizer(
-        settings.path, settings.revision, settings.tokenizer, settings.trust_remote_code
-    )
     original = resolve_checkpoint(settings.path, settings.revision, weights=False)
+    config = load_model_config(str(original), trust_remote_code=settings.trust_remote_code)
     model = empty_model(config, trust_remote_code=settings.trust_remote_code)
     tensors = read_tensors(folder)
     stored = _stored_names(model, tensors, folder)
