@@ -8,7 +8,7 @@ TAIL = 50_000
 """Characters looked at, from the end: the answer stands there, and a million characters must not cost a second."""
 
 _TOKENS = re.compile(
-    r"\\(?:boxed|fbox)\s*(?P<open>\{)|\\(?:boxed|fbox)\s*(?P<bare>[-−+]?\d[\d.,/]*|[A-Z]\b)|\\.|[{}]", re.S
+    r"\\{1,2}(?:boxed|fbox)\s*(?P<open>\{)|\\(?:boxed|fbox)\s*(?P<bare>[-−+]?\d[\d.,/]*|[A-Z]\b)|\\.|[{}]", re.S
 )
 
 
