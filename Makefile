@@ -4,6 +4,7 @@
 #
 # PYTHON=…    interpreter to build .venv from
 # NPROC=…     training processes (default: one a core, at most 2)
+# STEPS=…     steps of the quickstart before it is resumed for 3 more (default: 30)
 # PIP_ARGS=…  more arguments for pip; on Linux without a GPU, the CPU build of torch is far smaller:
 #             PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
@@ -17,6 +18,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 NPROC ?= $(shell [ $(CORES) -ge 2 ] && echo 2 || echo 1)
+STEPS ?= 30
 PIP_ARGS ?=
 
 VENV := .venv
@@ -71,10 +73,10 @@ fetch: install  ## the quickstart's model (92 MB download, 540 MB on disk) and d
 quickstart: fetch  ## train, resume, evaluate, export, load and report: about 10 minutes on 2 cores
 	@echo "== fresh run: removing $(RUN) (and nothing else)"
 	@rm -rf $(RUN)
-	@echo "== train: 30 steps of GRPO on $(NPROC) process(es)"
-	@$(TORCHRUN) train configs/quickstart.toml
+	@echo "== train: $(STEPS) steps of GRPO on $(NPROC) process(es)"
+	@$(TORCHRUN) train configs/quickstart.toml --run.steps $(STEPS)
 	@echo "== resume: 3 more steps from the last checkpoint"
-	@$(TORCHRUN) train configs/quickstart.toml --run.steps 33
+	@$(TORCHRUN) train configs/quickstart.toml --run.steps $$(( $(STEPS) + 3 ))
 	@echo "== evaluate on the 40 held-out sums"
 	@$(TORCHRUN) eval configs/quickstart.toml
 	@echo "== export as a Hugging Face folder, load it with plain transformers"
