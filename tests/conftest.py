@@ -29,7 +29,7 @@ def pytest_configure() -> None:
     """Set the environment before any test module imports torch or transformers; subprocesses inherit it."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
