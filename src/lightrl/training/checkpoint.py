@@ -108,7 +108,7 @@ class Checkpointer:
             "step": step,
             "world_size": self.world,
             "extra": extra,
-            "metrics": dict(metrics or {}),
+            "metrics": {name: float(value) for name, value in (metrics or {}).items()},
             "optimizer": None if optimizer is None else describe_groups(model, optimizer),
         }
         text = json.dumps(state)  # now: the caller may go on changing `extra`; and wrong types fail here, not later
@@ -378,12 +378,12 @@ def find_fault(folder: Path, *, verify: bool = True, rank: int = 0, world: int =
     try:
         content = json.loads(marker.read_text(encoding="utf-8"))
         files = {str(n): (int(f["bytes"]), int(f["crc32"])) for n, f in content["files"].items()}
-        version, step = content["format"], content["step"]
+        version, step = content["format"], int(content["step"])
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         return f"{MARKER} is damaged"
     if version != FORMAT:
         return f"format {version}, this version reads {FORMAT}"
-    if step_name(int(step)) != folder.name or not {TENSORS_FILE, STATE_FILE} <= files.keys():
+    if step_name(step) != folder.name or not {TENSORS_FILE, STATE_FILE} <= files.keys():
         return f"{MARKER} does not belong to this folder"
     for number, (name, (size, checksum)) in enumerate(sorted(files.items())):
         path = folder / name
