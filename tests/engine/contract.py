@@ -38,9 +38,10 @@ def run(engine: Engine, requests: Sequence[GenerateRequest], stagger: int = 0) -
 
 def reference_logits(model: torch.nn.Module, request: GenerateRequest, completion: Completion) -> torch.Tensor:
     """[N, V]: the stock model's logits for each response token, from one unpadded forward."""
-    ids = torch.tensor([request.tokens + completion.tokens])
+    device = next(model.parameters()).device
+    ids = torch.tensor([request.tokens + completion.tokens], device=device)
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0].float()
+        logits = model(input_ids=ids, use_cache=False).logits[0].float().cpu()
     return logits[len(request.tokens) - 1 : -1]
 
 
@@ -78,7 +79,7 @@ def check_greedy(
     ]
     for request, completions in zip(requests, run(engine, requests, stagger), strict=True):
         expected = model.generate(  # type: ignore[operator]
-            torch.tensor([request.tokens]),
+            torch.tensor([request.tokens], device=next(model.parameters()).device),
             max_new_tokens=request.sampling.max_new_tokens,
             do_sample=False,
             eos_token_id=None,

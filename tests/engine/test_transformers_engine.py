@@ -134,6 +134,48 @@ def test_stop_ids_abort_and_bad_requests(llama: torch.nn.Module) -> None:
     contract.check_bad_requests(engine, VOCAB, CONTEXT)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_logprobs_equal_a_padded_stock_batch(pair: Pair, side: str) -> None:
+    """L2: packed in the engine, padded in the stock model, one by one (`test_greedy_equals_stock`): all the same."""
+    engine, model = pair
+    sampling = SamplingParams(max_new_tokens=5, temperature=0.7, ignore_eos=True)
+    requests = [
+        GenerateRequest(id=str(n), tokens=contract.prompt(n, VOCAB, 2), sampling=sampling, seeds=(n,))
+        for n in (3, 20, 41)
+    ]
+    completions = [answers[0] for answers in contract.run(engine, requests)]
+    width = max(len(r.tokens) for r in requests) + 5
+    ids, mask, starts = [], [], []
+    for request, completion in zip(requests, completions, strict=True):
+        full, pad = request.tokens + completion.tokens, width - len(request.tokens) - 5
+        ids.append([0] * pad + full if side == "left" else full + [0] * pad)
+        mask.append([0] * pad + [1] * len(full) if side == "left" else [1] * len(full) + [0] * pad)
+        starts.append(len(request.tokens) - 1 + (pad if side == "left" else 0))
+    attention_mask = torch.tensor(mask)
+    positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        logits = model(torch.tensor(ids), attention_mask=attention_mask, position_ids=positions, use_cache=False).logits
+    for row, (start, completion) in enumerate(zip(starts, completions, strict=True)):
+        logprobs = (logits[row, start : start + 5] / 0.7).log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
+def test_cuda_equals_stock(name: str) -> None:
+    model = stock(CONFIGS[name]()).cuda()
+    engine = make_engine(model, device="cuda", max_batch=6)
+    contract.check_greedy(engine, model, VOCAB, tolerance=1e-4)
+    contract.check_sampled_logprobs(engine, model, VOCAB, temperature=0.7, top_k=9, top_p=0.9)
+    contract.check_sampled_logprobs(engine, model, VOCAB, temperature=0.7, top_p=0.8)
+    contract.check_length_and_eos(engine, VOCAB, EOS)
+    half = stock(CONFIGS[name]()).to("cuda", torch.bfloat16)
+    engine = make_engine(half, device="cuda", max_batch=6)
+    # bfloat16 holds 2 to 3 digits; logits here reach 5
+    contract.check_sampled_logprobs(engine, half, VOCAB, temperature=1.0, tolerance=0.25)
+
+
 # ---- models
 
 

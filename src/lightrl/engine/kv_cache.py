@@ -189,7 +189,8 @@ class _DecodeBatch:
             ragged = min(lengths[start:stop]) < longest
             padded = min(-(-longest // _ROUND) * _ROUND, capacity) if ragged and device.type != "cpu" else longest
             self.spans.append((start, stop, padded, ragged))
-        self.max_length = max(padded for _, _, padded, _ in self.spans)
+        longest = max(padded for _, _, padded, _ in self.spans)
+        self.max_length = -(-longest // _ROUND) * _ROUND
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(
