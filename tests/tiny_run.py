@@ -25,7 +25,9 @@ def make_model(folder: Path, *, family: str = "llama", seed: int = 0, **changes:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<pad>"
     )
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %} {% endif %}"
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %} {% endif %}"
+    )
     fast.save_pretrained(folder)
     config = AutoConfig.for_model(
         family,

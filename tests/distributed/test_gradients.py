@@ -28,7 +28,7 @@ def make_models(folder: Path) -> None:
 
     common = {
         "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "eos_token_id": 2,
     }  # fmt: skip
     for name, family, tied in (("llama", "llama", True), ("qwen3_untied", "qwen3", False)):
         torch.manual_seed(0)
@@ -48,17 +48,16 @@ def make_samples(only: int | None = None, mask_all_but: int | None = None):
             mask = torch.randint(0, 2, (n,), generator=g).tolist()
             if mask_all_but is not None and group != mask_all_but:
                 mask = [0] * n
-            samples.append(
-                TrainSample(
-                    group_index=group,
-                    index=index,
-                    prompt=prompt,
-                    response=torch.randint(3, 97, (n,), generator=g).tolist(),
-                    loss_mask=mask,
-                    rollout_logprobs=[-1.0] * n,
-                    advantage=float(torch.randn(1, generator=g)),
-                )  # fmt: skip
+            sample = TrainSample(
+                group_index=group,
+                index=index,
+                prompt=prompt,
+                response=torch.randint(3, 97, (n,), generator=g).tolist(),
+                loss_mask=mask,
+                rollout_logprobs=[-1.0] * n,
+                advantage=float(torch.randn(1, generator=g)),
             )
+            samples.append(sample)
     if only is not None:
         samples = [s for s in samples if sum(s.loss_mask)][:only]
     return samples

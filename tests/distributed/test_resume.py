@@ -63,7 +63,9 @@ def test_killed_ten_times_ends_with_the_same_weights(tmp_path, forks):
         child.kill()
         child.join()
         kills += 1
-        reached.append(max((int(p.name[5:]) for p in (tmp_path / "killed/run/checkpoints").glob("step_??????")), default=0))
+        reached.append(
+            max((int(p.name[5:]) for p in (tmp_path / "killed/run/checkpoints").glob("step_??????")), default=0)
+        )
     assert child.exitcode == 0
     assert kills >= 5, f"only {kills} kills before the run was over: {reached}"
     assert any(0 < r < steps for r in reached), reached  # some of them mid-run

@@ -1,4 +1,4 @@
-"""Plans and tensors of microbatches, against hand-worked examples; aggregation exact under any split (A1-A3, A5, A6)."""
+"""Plans and tensors of microbatches against hand-worked examples; aggregation exact under any split (A1-A3, A5)."""
 
 from __future__ import annotations
 

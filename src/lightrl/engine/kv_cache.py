@@ -101,13 +101,13 @@ class KVCache:
         return sum(t.numel() * t.element_size() for pair in self._layers.values() for t in pair)
 
     def reserve(self, num_slots: int, capacity: int, *, max_slots: int, max_capacity: int) -> None:
-        """Have room for so many slots of so many positions; grows by half at least, never beyond the maxima."""
+        """Have room for so many slots of so many positions; takes half as much again, up to the maxima."""
         if num_slots <= self.num_slots and capacity <= self.capacity:
             return
         if num_slots > self.num_slots:
             self.num_slots = max(num_slots, min(max_slots, self.num_slots * 3 // 2))
         if capacity > self.capacity:
-            wanted = max(capacity, min(max_capacity, self.capacity * 3 // 2))
+            wanted = max(capacity, min(max_capacity, capacity * 3 // 2))
             self.capacity = -(-wanted // _ROUND) * _ROUND
         for index, (keys, values) in list(self._layers.items()):
             # one layer at a time: old and new never lie side by side for the whole model

@@ -25,7 +25,6 @@ from lightrl.engine.sampling import check_sampling, sample
 from lightrl.types import Status
 
 _TAGS = ("weights", "kv_cache")
-_REPLAN_STEPS = 64  # spans are planned anew when rows come or go, and so often at least
 
 
 class TransformersEngine:
@@ -66,7 +65,6 @@ class TransformersEngine:
         self._driver: asyncio.Task[None] | None = None
         self._offloaded: set[str] = set()
         self._spans: list[tuple[int, int]] | None = None
-        self._span_age = 0
 
     # ---- generation
 
@@ -281,10 +279,8 @@ class TransformersEngine:
         rows = self._slots.running()
         lengths = [row.length for row in rows]
         self._reserve()
-        if self._spans is None or self._span_age >= _REPLAN_STEPS:
+        if self._spans is None:  # rows came or went; until then all grow alike, and padding stays as it is
             self._spans = plan_spans(lengths, self._cache.bytes_per_position(), self.device.type)
-            self._span_age = 0
-        self._span_age += 1
         self._cache.begin_decode(lengths, self._spans)
         tokens = torch.tensor([[row.tokens[-1]] for row in rows])
         positions = torch.tensor([[length - 1] for length in lengths])

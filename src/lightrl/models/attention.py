@@ -137,7 +137,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float 
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, D]
     if segments.kv_index is not None:
         k, v = k.index_select(0, segments.kv_index), v.index_select(0, segments.kv_index)
-    out = varlen_attn(
+    out: Tensor = varlen_attn(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
@@ -152,7 +152,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float 
 
 
 @cache
-def _varlen_function() -> Callable[..., Tensor]:
+def _varlen_function() -> Callable[..., Any]:
     """torch's variable-length attention; newer releases want grouped heads to be named."""
     import inspect
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightrl.config.schema import Config, DataConfig, EvalSetConfig, RewardConfig
+from lightrl.config.schema import Config, DataConfig, EvalSetConfig
 from lightrl.data import PromptSet, load_prompts
 from lightrl.distributed.mesh import World
 from lightrl.engine.base import Engine, SamplingParams
@@ -36,7 +36,7 @@ def load_eval_sets(
         prompts = load_prompts(data, tokenizer, context_length=context_length, max_response_tokens=limit)
         reward = config.reward if spec.reward is None else replace(config.reward, type=spec.reward)
         custom = custom_reward if spec.reward is None else None
-        scorer = _scorer(reward, custom)
+        scorer = Scorer(reward, custom=custom)
         if custom is None:
             check_labels(prompts, reward)
         sampling = SamplingParams(
@@ -55,10 +55,6 @@ def _data_config(data: DataConfig, spec: EvalSetConfig) -> DataConfig:
     names = ("split", "input_key", "label_key", "apply_chat_template", "system_prompt")
     given = {n: getattr(spec, n) for n in names if getattr(spec, n) is not None}
     return replace(data, path=spec.path, shuffle=False, **given)
-
-
-def _scorer(reward: RewardConfig, custom: Callable[..., Any] | None) -> Scorer:
-    return Scorer(reward, custom=custom)
 
 
 def evaluate(
@@ -91,9 +87,10 @@ def evaluate(
                     decode=decode,
                     seed=seed,
                     stream=f"eval/{spec.name}",
-                    on_group=lambda group: bar.advance(len(group.samples)),  # noqa: B023 - used within the block
+                    on_group=lambda group: bar.advance(len(group.samples)),
                 )
             )
+        eval_set.scorer.check_failures(world.gather(eval_set.scorer.take_stats()))
         if writer is not None:
             writer.write(step, [s for g in groups for s in g.samples], eval_name=spec.name)
         tally = eval_metrics(spec.name, groups, spec.samples_per_prompt, spec.pass_threshold)

@@ -25,8 +25,20 @@ def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> 
     )
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total_updates: int) -> LambdaLR:
-    return LambdaLR(optimizer, lambda update: lr_factor(update, config, total_updates))
+def build_schedule(
+    optimizer: torch.optim.Optimizer, config: OptimConfig, total_updates: int, updates_done: int = 0
+) -> LambdaLR:
+    """The schedule after `updates_done` updates."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = config.lr
+    return LambdaLR(optimizer, lambda update: lr_factor(update, config, total_updates), last_epoch=updates_done - 1)
+
+
+def apply_settings(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
+    """Settings as configured on an optimizer whose state came from a checkpoint, which holds those of its own run."""
+    for group in optimizer.param_groups:
+        group.update(betas=config.betas, eps=config.eps)
+        group["weight_decay"] = config.weight_decay if group["params"][0].ndim >= 2 else 0.0
 
 
 def lr_factor(update: int, config: OptimConfig, total_updates: int) -> float:

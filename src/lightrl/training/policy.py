@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class Policy:
 
     @classmethod
     def load(cls, config: ModelConfig, world: World, *, frozen: bool = False) -> Policy:
-        """Stream `config.path` into shards; `frozen` (a reference) holds them in compute precision, without gradients."""
+        """Stream `config.path` into shards; `frozen` (a reference) keeps compute precision and no gradients."""
         source = load.resolve_checkpoint(config.path, config.revision)
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         dtype = compute_dtype(config.compute_dtype, world.device)
@@ -100,7 +100,7 @@ class Policy:
     def __call__(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [N], with gradients where enabled. Every rank must call it as often."""
         segments = Segments.from_microbatch(batch, self.device) if self.module.packed else None
-        return self.module(to_device(batch, self.device), segments, temperature)  # type: ignore[no-any-return]
+        return self.module(to_device(batch, self.device), segments, temperature)
 
     @torch.no_grad()
     def logprobs(self, batch: Microbatch, temperature: float) -> Tensor:
@@ -143,5 +143,5 @@ def to_device(batch: Microbatch, device: torch.device) -> Microbatch:
     """The microbatch's tensors on `device`."""
     if device.type == "cpu":
         return batch
-    moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
-    return Microbatch(**moved)
+    moved = {k: v.to(device, non_blocking=True) for k, v in vars(batch).items() if isinstance(v, Tensor)}
+    return replace(batch, **moved)

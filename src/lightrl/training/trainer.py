@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
-from lightrl.config.load import dump_toml
+from lightrl.config.dump import dump_toml
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
 from lightrl.distributed.mesh import init_world
@@ -26,6 +27,7 @@ from lightrl.models.registry import stock_notice
 from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.environment import environment, write_environment
+from lightrl.observe.jsonl import write_whole
 from lightrl.observe.metrics import Tally, rollout_metrics
 from lightrl.observe.timing import StageTimer
 from lightrl.observe.trackers import Trackers, make_trackers
@@ -38,7 +40,7 @@ from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
 from lightrl.training.checkpoint import Checkpointer
 from lightrl.training.evaluate import evaluate, load_eval_sets
-from lightrl.training.optim import build_optimizer, build_schedule
+from lightrl.training.optim import apply_settings, build_optimizer, build_schedule
 from lightrl.training.packing import TrainSample
 from lightrl.training.policy import Policy
 from lightrl.training.update import mismatch_metrics, update
@@ -97,12 +99,10 @@ class Trainer:
         self.policy = Policy.load(config.model, self.world)
         self.reference = setup.load_reference(config, self.world)
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
-        updates = config.run.steps * config.algorithm.minibatches_per_step
-        self.schedule = build_schedule(self.optimizer, config.optim, updates)
+        self.schedule = self._schedule(updates_done=0)
         self.engine = setup.build_engine(config.engine, self.policy, self.tokenizer, self.context_length)
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
         self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
-        self.timer = StageTimer()
         if not self.policy.module.packed:
             self.console.warning(stock_notice(self.policy.hf_config))
 
@@ -110,7 +110,8 @@ class Trainer:
 
     def step(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """One step on these prompts (all ranks get the same): collect, then update. Returns the step's metrics."""
-        tally, timer, algorithm = Tally(), self.timer, self.config.algorithm
+        tally, algorithm = Tally(), self.config.algorithm
+        timer = StageTimer()
         with timer("sync"):
             sync_weights(self.policy, self.engine, self.policy_version)
         with timer("generate"):
@@ -143,7 +144,7 @@ class Trainer:
         if self.writer is not None:
             self.writer.write(self.steps_done, [s for g in groups for s in g.samples])
         self.console.samples(self.steps_done, [s for g in groups for s in g.samples[:1]])
-        return self._metrics(tally, num_updates=len(batch))
+        return self._metrics(tally, timer.metrics(), num_updates=len(batch))
 
     def collect(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
         """This rank's share of the prompts, sampled and scored. The weights are in the engine."""
@@ -197,16 +198,17 @@ class Trainer:
                 mismatch_metrics(microbatch, microbatch.old_logprobs, tally)
             if self.reference is not None:
                 microbatch.ref_logprobs = self.reference.logprobs(microbatch, temperature)
+        if self.reference is not None:
+            self.reference.reclaim()
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def _metrics(self, tally: Tally, num_updates: int) -> dict[str, float]:
+    def _metrics(self, tally: Tally, times: dict[str, float], num_updates: int) -> dict[str, float]:
         metrics = Tally.merged(self.world.gather(tally.to_dict())).result()
         for name in ("loss/total", "loss/policy"):
             if name in metrics:
                 metrics[name] /= num_updates
-        times = self.timer.metrics()
         tokens = metrics.get("rollout/response_tokens", 0.0)
         for name, stage in (("tokens", "total"), ("generated_tokens", "generate"), ("trained_tokens", "train")):
             if times.get(f"time/{stage}"):
@@ -233,7 +235,7 @@ class Trainer:
                 self.console.step(step, config.run.steps, metrics)
                 if config.eval.every and (step % config.eval.every == 0 or last):
                     metrics |= self.evaluate()
-                trackers.log(step, metrics)
+                trackers.log(step, metrics)  # before the checkpoint: a resume drops lines of steps that it repeats
                 if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
                     self._save(checkpointer, metrics)
                 if config.checkpoint.hf_every and step % config.checkpoint.hf_every == 0:
@@ -243,7 +245,8 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of all `[[eval.sets]]` for the present weights."""
-        with self.timer("evaluate"):
+        timer = StageTimer()
+        with timer("evaluate"):
             sync_weights(self.policy, self.engine, self.policy_version)
             metrics = evaluate(
                 self.engine,
@@ -257,13 +260,13 @@ class Trainer:
             )
             release_engine(self.policy, self.engine)
         self.console.evaluation(self.steps_done, metrics)
-        return metrics
+        return metrics | {"time/evaluate": timer.seconds("evaluate")}
 
     def export(self, folder: Path) -> None:
         """The present weights in Hugging Face format, in the precision of the checkpoint they came from."""
         dtype = self.policy.hf_config.dtype or torch.float32
         export_hf(
-            self.policy.model,
+            self.policy.module,
             folder,
             source=self.policy.source,
             dtype=dtype,
@@ -274,7 +277,8 @@ class Trainer:
     def load_checkpoint(self, folder: Path) -> None:
         """Take weights, optimizer, schedule, data position and random state from one checkpoint folder."""
         extra = Checkpointer(folder.parent, self.config.checkpoint).load(folder, self.policy.module, self.optimizer)
-        self.schedule.load_state_dict(extra["schedule"])
+        apply_settings(self.optimizer, self.config.optim)
+        self.schedule = self._schedule(updates_done=extra["updates"])
         self.source.restore(extra["source"])
         self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
 
@@ -296,12 +300,19 @@ class Trainer:
             self.console.notice(f"resumed at step {self.steps_done} from {found}")
         if self.world.is_main:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            (self.run_dir / "config.toml").write_text(dump_toml(self.config), encoding="utf-8")
+            write_whole(self.run_dir / "config.toml", dump_toml(self.config).encode())
             write_environment(self.run_dir)
             if self.writer is not None:
                 self.writer.drop_after(self.steps_done)
         self.world.barrier()
+        for prompts in (self.prompts, *(s.prompts for s in self.eval_sets)):
+            if prompts.notice:
+                self.console.notice(prompts.notice)
         self.console.settings("LightRL", setup.summary(self.config, self.world, self.policy, self.prompts))
+
+    def _schedule(self, updates_done: int) -> LambdaLR:
+        total = self.config.run.steps * self.config.algorithm.minibatches_per_step
+        return build_schedule(self.optimizer, self.config.optim, total, updates_done)
 
     def _trackers(self) -> Trackers:
         if not self.world.is_main:
@@ -317,7 +328,7 @@ class Trainer:
             extra={
                 "step": self.steps_done,
                 "policy_version": self.policy_version,
-                "schedule": self.schedule.state_dict(),
+                "updates": self.schedule.last_epoch,
                 "source": self.source.state(),
             },
             metrics=metrics,

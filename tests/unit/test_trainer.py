@@ -1,0 +1,280 @@
+"""A whole step and a whole run in miniature, in one process (cases L1, L3, L4, M3, R4)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+import tiny_run
+import torch
+
+from lightrl.distributed.mesh import close_world
+from lightrl.errors import UserError
+from lightrl.observe.metrics import Tally
+from lightrl.rewards import RewardFailure
+from lightrl.sync.weights import release_engine, sync_weights
+from lightrl.training.advantage import set_advantages
+from lightrl.training.trainer import Trainer
+from lightrl.training.update import update
+from lightrl.types import Status
+
+
+@pytest.fixture
+def trainer_for(tmp_path):
+    """`trainer_for(reward=…, **sections)`: a trainer on the miniature run; closed after the test."""
+    made = []
+
+    def build(reward=None, **sections) -> Trainer:
+        made.append(Trainer(tiny_run.make_run(tmp_path, **sections), reward=reward))
+        return made[-1]
+
+    yield build
+    for trainer in made:
+        trainer.close()
+    close_world()
+
+
+def collected(trainer: Trainer):
+    sync_weights(trainer.policy, trainer.engine, trainer.policy_version)
+    groups = trainer.collect(trainer.source.next(trainer.config.rollout.prompts_per_step))
+    release_engine(trainer.policy, trainer.engine)
+    set_advantages(groups, normalize_std=True)
+    return groups
+
+
+def test_l1_first_update_is_exactly_on_policy(trainer_for):
+    """Old log-probs come from a pass without gradients; the first update's ratio is 1 to the last bit."""
+    trainer = trainer_for(algorithm={"minibatches_per_step": 2}, parallel={"max_tokens_per_microbatch": 30})
+    batch = trainer.pack(collected(trainer))
+    assert len(batch) == 2
+    assert len(batch[0]) > 1  # several microbatches
+    trainer.add_logprobs(batch, Tally())
+    for microbatch in (m for minibatch in batch for m in minibatch):
+        assert torch.equal(trainer.policy(microbatch, 1.0)[0].detach(), microbatch.old_logprobs)
+    tally = Tally()
+    update(
+        trainer.policy, trainer.optimizer, trainer.schedule, batch[0], trainer.config.algorithm,
+        temperature=1.0, max_grad_norm=1.0, tally=tally,
+    )  # fmt: skip
+    metrics = tally.result()
+    assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1.0
+    assert metrics["policy/clip_fraction"] == 0.0
+    tally = Tally()
+    update(
+        trainer.policy, trainer.optimizer, trainer.schedule, batch[1], trainer.config.algorithm,
+        temperature=1.0, max_grad_norm=1.0, tally=tally,
+    )  # fmt: skip
+    assert tally.result()["policy/ratio_max"] != 1.0  # the second is off-policy: the test can fail
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_l3_trainer_and_engine_agree(trainer_for, temperature):
+    trainer = trainer_for(rollout={"temperature": temperature, "group_size": 6}, algorithm={"minibatches_per_step": 2})
+    metrics = trainer.step(trainer.source.next(4))
+    assert metrics["mismatch/logprob_abs_diff_max"] < 1e-4
+    assert metrics["mismatch/logprob_abs_diff"] > 0  # really two computations
+
+
+def test_l4_nothing_drifts_without_learning(trainer_for):
+    trainer = trainer_for(optim={"lr": 0.0}, run={"steps": 20}, log={"save_samples": False})
+    start = {n: t.clone() for n, t in trainer.policy.lend()}
+    trainer.policy.reclaim()
+    differences = []
+    for _ in range(20):
+        differences.append(trainer.step(trainer.source.next(4))["mismatch/logprob_abs_diff"])
+        for name, tensor in trainer.policy.lend():
+            assert torch.equal(tensor, start[name]), name
+        trainer.policy.reclaim()
+    assert max(differences) < 1e-6
+
+
+def test_engine_borrows_the_policy_weights(trainer_for):
+    """In one process the engine holds no copy: its parameters are the policy's whole tensors, freed afterwards."""
+    trainer = trainer_for()
+    sync_weights(trainer.policy, trainer.engine, 0)
+    lent = {n: t.data_ptr() for n, t in trainer.policy.lend()}
+    hosted = {n: t.data_ptr() for n, t in trainer.engine._model.module.named_parameters()}
+    assert hosted
+    assert all(lent[name] == pointer for name, pointer in hosted.items())
+    release_engine(trainer.policy, trainer.engine)
+    assert all(p.is_meta for p in trainer.engine._model.module.parameters())
+
+
+def test_trainer_state_is_16_bytes_a_parameter(trainer_for):
+    """float32 master, gradient and two moments: 16 bytes; nothing else of the model's size stays."""
+    trainer = trainer_for()
+    trainer.step(trainer.source.next(4))
+    parameters = trainer.policy.parameters()
+    count = sum(p.numel() for p in parameters)
+    masters = sum(p.to_local().nbytes for p in parameters)
+    moments = sum(
+        t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes
+        for state in trainer.optimizer.state.values()
+        for t in state.values()
+        if t.numel() > 1
+    )
+    assert masters == 4 * count
+    assert moments == 8 * count
+    assert all(p.grad is None for p in parameters)  # the fourth 4 bytes are free while the engine borrows weights
+
+
+def test_reward_rises(trainer_for):
+    trainer = trainer_for(
+        run={"steps": 25}, optim={"lr": 3e-3}, rollout={"group_size": 8}, checkpoint={"every": 0, "async_save": False}
+    )
+    trainer.train()
+    rewards = [r for _, r in tiny_run.metrics_of(trainer.run_dir.parent, "reward/mean")]
+    assert len(rewards) == 25
+    assert sum(rewards[-5:]) > 3 * sum(rewards[:5])
+
+
+def test_kl_keeps_the_policy_near_its_reference(trainer_for):
+    """With a large weight on the KL the policy stays; without, it moves. Both ends measured against the same start."""
+    sections = {"optim": {"lr": 3e-3}, "rollout": {"group_size": 8}}
+    trainer = trainer_for(algorithm={"kl_coef": 5.0}, **sections)
+    assert trainer.reference is not None
+    held = [trainer.step(trainer.source.next(4)) for _ in range(8)]
+    assert held[0]["loss/kl"] == 0.0
+    free = trainer_for(algorithm={"kl_coef": 1e-9}, **sections)
+    moved = [free.step(free.source.next(4)) for _ in range(8)]
+    assert 0 < held[-1]["loss/kl"] < moved[-1]["loss/kl"] / 2
+
+
+def test_kl_in_reward_is_taken_off_before_advantages(trainer_for):
+    from lightrl.algorithms.advantages import grpo_advantages
+    from lightrl.training.advantage import penalize_with_kl
+
+    trainer = trainer_for(algorithm={"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"})
+    groups = collected(trainer)
+    batch = trainer.pack(groups)
+    trainer.add_logprobs(batch, Tally())
+    for microbatch in batch[0]:  # a reference that is 0.1 nats surer of every token
+        microbatch.ref_logprobs = microbatch.old_logprobs + 0.1
+    penalize_with_kl(groups, batch, trainer.world, trainer.config.algorithm)
+    for group in groups:
+        shaped = [s.reward - 0.5 * (-0.1 * s.response_length) for s in group.samples]
+        assert [s.advantage for s in group.samples] == pytest.approx(grpo_advantages(shaped).tolist(), abs=2e-3)
+    for microbatch in batch[0]:
+        by_key = {(s.group_index, s.index): s.advantage for g in groups for s in g.samples}
+        expected = [by_key[microbatch.sample_keys[i]] for i in microbatch.sample_ids.tolist()]
+        assert microbatch.advantages.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("policy", ["keep", "mask", "zero_reward"])
+def test_m3_truncated_answers(trainer_for, policy):
+    """Cut by length: TRUNCATED, no EOS invented; kept, masked, or given no reward, as configured."""
+    trainer = trainer_for(
+        reward=lambda sample: 1.0 + sample.index,
+        rollout={"truncated": policy, "max_response_tokens": 3, "group_size": 8},
+    )
+    groups = collected(trainer)
+    cut = [s for g in groups for s in g.samples if s.status is Status.TRUNCATED]
+    ended = [s for g in groups for s in g.samples if s.status is Status.COMPLETED]
+    assert cut
+    assert ended
+    assert all(s.response_length == 3 and s.tokens[-1] != 2 for s in cut)
+    assert all(s.tokens[-1] == 2 for s in ended)  # M2: the EOS the model sampled is part of the response
+    trained = {k for minibatch in trainer.pack(groups) for m in minibatch for k in m.sample_keys}
+    weights = {
+        m.sample_keys[i]: w
+        for minibatch in trainer.pack(groups)
+        for m in minibatch
+        for i, w in zip(m.sample_ids.tolist(), m.loss_weights.tolist(), strict=True)
+    }
+    for sample in cut:
+        assert (sample.group_index, sample.index) in trained
+        assert (weights[sample.group_index, sample.index] == 0) == (policy == "mask")
+        assert sample.reward == (0.0 if policy == "zero_reward" else 1.0 + sample.index)
+    assert all(weights[s.group_index, s.index] > 0 for s in ended)
+
+
+def test_m2_pad_equal_to_eos_keeps_the_eos_in_the_loss(trainer_for, tmp_path):
+    tiny_run.make_run(tmp_path)
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": "<eos>"}))
+    trainer = trainer_for(rollout={"max_response_tokens": 30})
+    assert trainer.tokenizer.pad_token_id == trainer.tokenizer.eos_token_id == 2
+    groups = collected(trainer)
+    ended = {(s.group_index, s.index) for g in groups for s in g.samples if s.status is Status.COMPLETED}
+    assert ended
+    for microbatch in (m for minibatch in trainer.pack(groups) for m in minibatch):
+        last = [(microbatch.sample_keys[i], t, w) for i, t, w in zip(
+            microbatch.sample_ids.tolist(), microbatch.targets.tolist(), microbatch.loss_weights.tolist(), strict=True
+        ) if t == 2]  # fmt: skip
+        assert all(weight > 0 for _, _, weight in last)
+        ended -= {key for key, _, _ in last}
+    assert not ended
+
+
+def test_r4_failing_rewards_stop_the_run_with_the_first_traceback(trainer_for):
+    def reward(sample):
+        if sample.index == 0:
+            raise ZeroDivisionError("the grader broke")
+        return float(sample.index)
+
+    trainer = trainer_for(reward=reward)
+    with pytest.raises(RewardFailure, match=r"(?s)4 of 16 samples.*ZeroDivisionError: the grader broke"):
+        trainer.step(trainer.source.next(4))
+
+
+def test_r4_within_the_rate_the_rest_of_the_group_goes_on(tmp_path):
+    def reward(sample):
+        return float("nan") if sample.index == 0 and sample.group_index == 1 else float(sample.index)
+
+    trainer = Trainer(tiny_run.make_run(tmp_path), reward=reward)
+    try:
+        groups = collected(trainer)
+        failed = groups[1].samples[0]
+        assert failed.status is Status.FAILED
+        assert failed.advantage is None
+        assert sum(s.advantage for s in groups[1].scored) == pytest.approx(0.0, abs=1e-6)
+        trained = {k for minibatch in trainer.pack(groups) for m in minibatch for k in m.sample_keys}
+        assert (1, 0) not in trained
+        assert len(trained) == 15
+    finally:
+        trainer.close()
+        close_world()
+
+
+def test_works_inside_a_running_event_loop(trainer_for):
+    """As in a notebook."""
+    trainer = trainer_for()
+
+    async def cell() -> dict[str, float]:
+        return trainer.step(trainer.source.next(4))
+
+    assert asyncio.run(cell())["rollout/samples"] == 16
+
+
+def test_evaluation_is_repeatable_and_counts_all_prompts(trainer_for, tmp_path):
+    sets = [{"name": "few", "path": str(tmp_path / "data.jsonl@[0:5]"), "samples_per_prompt": 2, "temperature": 1.0}]
+    trainer = trainer_for(eval={"sets": sets})
+    first, again = trainer.evaluate(), trainer.evaluate()
+    assert first["eval/few/prompts"] == 5
+    assert 0 <= first["eval/few/avg@2"] <= 1
+    assert {k: v for k, v in first.items() if k != "time/evaluate"} == {
+        k: v for k, v in again.items() if k != "time/evaluate"
+    }
+
+
+def test_optimizer_settings_follow_the_config_on_resume(trainer_for):
+    """A changed learning rate takes effect; the moments and the place in the schedule are the checkpoint's."""
+    trainer_for(run={"steps": 2}, optim={"lr": 1e-3, "warmup_steps": 2}).train()
+    resumed = trainer_for(run={"steps": 4}, optim={"lr": 5e-4, "weight_decay": 0.1, "warmup_steps": 2})
+    assert resumed.train()["optim/lr"] == 5e-4
+    assert [g["weight_decay"] for g in resumed.optimizer.param_groups] == [0.1, 0.0]
+    assert {int(s["step"]) for s in resumed.optimizer.state.values()} == {4}
+
+
+def test_resume_false_refuses_a_used_folder(trainer_for):
+    trainer_for(run={"steps": 1}).train()
+    with pytest.raises(UserError, match=r"run\.dir: .*already holds a run"):
+        trainer_for(run={"steps": 2, "resume": False}).train()
+
+
+def test_missing_keys_fail_before_anything_loads():
+    from lightrl.config.schema import Config
+
+    with pytest.raises(UserError, match=r"model\.path: .*; data\.path: "):
+        Trainer(Config())
