@@ -108,7 +108,8 @@ def test_two_agents_on_one_machine(tmp_path, forks):
         port = free.getsockname()[1]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test", "--local-addr", "127.0.0.1",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test",
+        "--local-addr", "127.0.0.1",
         str(tiny_run.__file__), str(tmp_path / "two"), json.dumps({**overrides, "parallel": {"shard_size": 1}}),
     ]  # fmt: skip
     agents = [

@@ -1,6 +1,6 @@
 """Which model families LightRL packs exactly, and how any causal LM is run.
 
-A family is listed once its packed log-probs and gradients equal the stock model's in `tests/unit/test_packed_models.py`.
+A family is listed once its packed log-probs and gradients equal the stock model's (tests/unit/test_packed_models.py).
 Every other causal LM runs stock, one padded row a sample: as exact, slower.
 """
 

@@ -143,5 +143,7 @@ def to_device(batch: Microbatch, device: torch.device) -> Microbatch:
     """The microbatch's tensors on `device`."""
     if device.type == "cpu":
         return batch
-    moved = {k: v.to(device, non_blocking=True) for k, v in vars(batch).items() if isinstance(v, Tensor)}
+    moved: dict[str, Any] = {
+        k: v.to(device, non_blocking=True) for k, v in vars(batch).items() if isinstance(v, Tensor)
+    }
     return replace(batch, **moved)
