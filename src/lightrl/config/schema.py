@@ -176,6 +176,9 @@ class AlgorithmConfig:
     """Estimator of the KL per token (http://joschu.net/blog/kl-approx.html)."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
+    skip_zero_advantage: bool = True
+    """Do not compute samples whose advantage is 0 where nothing but the advantage enters the loss (no KL, no entropy
+    term): same gradients, less work. Entropy and mismatch are then measured on the others."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

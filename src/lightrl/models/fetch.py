@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lightrl.errors import UserError
 
-MANIFEST = "lightrl_fetch.json"
+MANIFEST = ".lightrl_fetch.json"  # hidden, so that an export, which copies the folder's other files, has none
 _FORMAT = 1  # raised when the conversion changes: older folders are then made again
 
 

@@ -27,7 +27,7 @@ _COLUMNS: tuple[tuple[str, int, str, str], ...] = (
     ("trunc", 5, "rollout/truncated_share", "share"),
     ("loss", 8, "loss/total", "fixed"),
     ("kl", 7, "loss/kl", "fixed"),
-    ("entropy", 7, "loss/entropy", "fixed"),
+    ("entropy", 7, "rollout/entropy", "fixed"),
     ("grad", 6, "optim/grad_norm", "fixed"),
     ("lr", 7, "optim/lr", "power"),
     ("diff", 6, "mismatch/logprob_abs_diff", "fixed"),

@@ -123,6 +123,8 @@ def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int) -> 
             for kind in ("mean", "max", "min"):
                 tally.add(f"rollout/length_{kind}", sample.response_length, kind=kind)  # type: ignore[arg-type]
             tally.add("rollout/response_tokens", sample.response_length, kind="sum")
+            if sample.rollout_logprobs:
+                tally.add("rollout/entropy", -fmean(sample.rollout_logprobs), weight=len(sample.rollout_logprobs))
             tally.add("rollout/budget_used", sample.response_length / max_response_tokens)
     return tally
 

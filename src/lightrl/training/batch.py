@@ -17,6 +17,7 @@ def build_minibatches(
     minibatches: int,
     max_tokens: int,
     share_prompts: bool,
+    skip_zero_advantage: bool,
     aggregation: str,
     constant_length: int,
     cost: CostModel,
@@ -24,10 +25,19 @@ def build_minibatches(
 ) -> list[list[Microbatch]]:
     """Plan together, exchange what changes rank, pack. `result[update][microbatch]`, as many on every rank.
 
-    Updates without a single loss token anywhere are left out, on all ranks alike.
+    Updates without a single loss token anywhere are left out, on all ranks alike. With `skip_zero_advantage`, samples
+    whose loss has no gradient are not computed; the loss is divided as if they were.
     """
     mine = [
-        SampleSize(s.group_index, s.index, world.rank, len(s.prompt), len(s.response), sum(s.loss_mask))
+        SampleSize(
+            group_index=s.group_index,
+            index=s.index,
+            owner=world.rank,
+            prompt=len(s.prompt),
+            response=len(s.response),
+            loss_tokens=sum(s.loss_mask),
+            computed=s.advantage != 0 or not skip_zero_advantage,
+        )
         for s in samples
     ]
     sizes = [size for part in world.gather(mine) for size in part]

@@ -54,6 +54,8 @@ class SampleSize:
     prompt: int
     response: int
     loss_tokens: int
+    computed: bool = True
+    """False: counts in what losses are divided by, but is not fed to the model."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -102,7 +104,7 @@ def plan_minibatches(
 ) -> list[MinibatchPlan]:
     """Split samples into minibatches of whole groups, over ranks by cost, and into microbatches of `max_tokens` rows.
 
-    Samples without a response are left out. A unit longer than `max_tokens` gets a microbatch of its own.
+    Samples without a response are left out, those not `computed` only count. A unit longer than `max_tokens` gets a microbatch of its own.
     """
     ordered = sorted(s for s in sizes if s.response > 0)
     groups: dict[int, list[SampleSize]] = {}
@@ -114,9 +116,11 @@ def plan_minibatches(
     for start, end in pairwise(borders):
         samples = [s for group in members[start:end] for s in group]
         limit = max_tokens
+        computed = [[s for s in group if s.computed] for group in members[start:end]]
         if world_size > 1:  # smaller units spread better over ranks
-            limit = min(limit, sum(s.prompt + s.response for s in samples) // (2 * world_size) + 1)
-        units = [u for group in members[start:end] for u in _units(group, limit if share_prompts else 0)]
+            rows = sum(s.prompt + s.response for group in computed for s in group)
+            limit = min(limit, rows // (2 * world_size) + 1)
+        units = [u for group in computed for u in _units(group, limit if share_prompts else 0)]
         plans.append(
             MinibatchPlan(
                 units=_spread(units, world_size, max_tokens, cost),

@@ -170,16 +170,17 @@ class Trainer:
 
     def pack(self, groups: Sequence[SampleGroup]) -> list[list[Microbatch]]:
         """This rank's microbatches of every update of the step."""
-        config = self.config
+        config, algorithm = self.config, self.config.algorithm
         samples = [TrainSample.from_sample(s) for g in groups for s in g.scored]
         return build_minibatches(
             samples,
             self.world,
-            minibatches=config.algorithm.minibatches_per_step,
+            minibatches=algorithm.minibatches_per_step,
             max_tokens=config.parallel.max_tokens_per_microbatch,
             share_prompts=config.parallel.share_prompts and self.policy.module.packed,
-            aggregation=config.algorithm.aggregation,
-            constant_length=config.algorithm.constant_length or config.rollout.max_response_tokens,
+            skip_zero_advantage=algorithm.skip_zero_advantage and not (algorithm.kl_coef or algorithm.entropy_coef),
+            aggregation=algorithm.aggregation,
+            constant_length=algorithm.constant_length or config.rollout.max_response_tokens,
             cost=self.cost,
             pad_token_id=setup.pad_token_id(self.tokenizer),
         )
