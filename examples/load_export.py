@@ -9,12 +9,14 @@ import sys
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 SUMS = ["What is 3 + 4?", "What is 9 - 5?", "What is 6 + 8?", "What is 2 - 7?", "What is 0 + 5?"]
 
 
 def main(folder: str) -> None:
     """Print the greedy answers of the model in `folder`."""
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     for question in SUMS:
