@@ -10,19 +10,8 @@ from typing import Any
 import contract
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GptOssConfig,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3NextConfig,
-    T5Config,
-)
+from tiny_models import CONFIGS, CONTEXT, EOS, OTHERS, SMALL, VOCAB, make_engine, stock
+from transformers import MambaConfig, PretrainedConfig, Qwen3NextConfig, T5Config
 
 from lightrl.engine.base import Completion, Engine, GenerateRequest, SamplingParams
 from lightrl.engine.batch import Row, Slots
@@ -31,64 +20,6 @@ from lightrl.engine.kv_cache import plan_spans
 from lightrl.engine.transformers import TransformersEngine
 from lightrl.errors import UserError
 from lightrl.types import Status
-
-VOCAB = 128
-EOS = 2
-CONTEXT = 400
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.15,  # spread-out logits: greedy ids do not hang on rounding
-    "pad_token_id": EOS,  # M2: pad and EOS are one
-    "eos_token_id": EOS,
-}
-CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=False),
-    "qwen2": lambda: Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=30, max_window_layers=1),
-}
-OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama3_rope": lambda: LlamaConfig(
-        **SMALL,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    ),
-    "mistral_window": lambda: MistralConfig(**SMALL, head_dim=8, sliding_window=24),
-    "gemma2_softcap": lambda: Gemma2Config(**SMALL, head_dim=8, sliding_window=20, query_pre_attn_scalar=8),
-    "gpt_oss_sinks": lambda: GptOssConfig(
-        **SMALL, head_dim=8, sliding_window=20, num_local_experts=4, num_experts_per_tok=2, rope_parameters=None
-    ),
-}
-
-
-def stock(config: PretrainedConfig, seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    # eager where the model has attention that sdpa lacks (softcap, sinks)
-    kind = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=kind, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name or "sinks" in name:  # not their trivial start values
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
-
-
-def make_engine(model: torch.nn.Module, *, share: bool = True, **options: Any) -> TransformersEngine:
-    settings = {"eos_token_ids": [EOS], "context_length": CONTEXT, "max_batch": 5, "max_prefill_tokens": 100, **options}
-    engine = TransformersEngine(model.config, **settings)
-    engine.load_weights(model.state_dict().items(), 7, share=share)
-    return engine
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
