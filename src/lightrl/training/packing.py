@@ -104,7 +104,8 @@ def plan_minibatches(
 ) -> list[MinibatchPlan]:
     """Split samples into minibatches of whole groups, over ranks by cost, and into microbatches of `max_tokens` rows.
 
-    Samples without a response are left out, those not `computed` only count. A unit longer than `max_tokens` gets a microbatch of its own.
+    Samples without a response are left out, those not `computed` only count. A unit longer than `max_tokens` gets a
+    microbatch of its own.
     """
     ordered = sorted(s for s in sizes if s.response > 0)
     groups: dict[int, list[SampleSize]] = {}
