@@ -1,0 +1,79 @@
+"""GRPO written out from public parts: what `Trainer.step` does. A test holds the weights equal to the last bit.
+
+    torchrun --nproc-per-node 2 examples/manual_loop.py configs/quickstart.toml 5
+
+Left out: evaluation, checkpoints, logs, a reference, stop strings, `rollout.truncated` other than keep.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from lightrl import load_config
+from lightrl.data import PromptSource, load_prompts
+from lightrl.distributed.mesh import close_world, init_world
+from lightrl.engine.base import SamplingParams
+from lightrl.models import load
+from lightrl.observe.metrics import Tally
+from lightrl.rewards import Scorer
+from lightrl.rollout.collect import collect, run_async
+from lightrl.sync.weights import release_engine, sync_weights
+from lightrl.training import setup
+from lightrl.training.advantage import set_advantages
+from lightrl.training.balance import CostModel
+from lightrl.training.batch import build_minibatches
+from lightrl.training.optim import build_optimizer, build_schedule
+from lightrl.training.packing import TrainSample
+from lightrl.training.policy import Policy
+from lightrl.training.update import update
+
+
+def main(config_path: str, steps: int | None = None) -> Policy:
+    """Train for `steps` (default: `run.steps`) and return the policy."""
+    config = load_config(config_path)
+    algorithm, rollout, temperature = config.algorithm, config.rollout, config.rollout.temperature
+    world = init_world(config.run.device, config.parallel.shard_size)
+    hf_config, tokenizer = load.load_config_and_tokenizer(config.model.path)
+    context, limit = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT, rollout.max_response_tokens
+    prompts = load_prompts(config.data, tokenizer, context_length=context, max_response_tokens=limit)
+    source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+    scorer = Scorer(config.reward)
+    sampling = SamplingParams(max_new_tokens=limit, temperature=temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+    policy = Policy.load(config.model, world)  # FSDP2 shards, float32 masters
+    optimizer = build_optimizer(policy.parameters(), config.optim)
+    schedule = build_schedule(optimizer, config.optim, config.run.steps * algorithm.minibatches_per_step)
+    engine = setup.build_engine(config.engine, policy, tokenizer, context)
+
+    for step in range(config.run.steps if steps is None else steps):
+        numbered = enumerate(source.next(rollout.prompts_per_step), start=step * rollout.prompts_per_step)
+        mine = list(numbered)[world.rank :: world.size]
+        sync_weights(policy, engine, version=step)  # the engine borrows the policy's whole weights …
+        groups = run_async(
+            collect(engine, mine, sampling=sampling, group_size=rollout.group_size, scorer=scorer, seed=config.run.seed,
+                    decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
+        )  # fmt: skip
+        release_engine(policy, engine)  # … and gives them back
+        set_advantages(groups, normalize_std=algorithm.normalize_std)  # (reward - mean) / std of its group
+        batch = build_minibatches(
+            [TrainSample.from_sample(s) for g in groups for s in g.scored], world,
+            minibatches=algorithm.minibatches_per_step, max_tokens=config.parallel.max_tokens_per_microbatch,
+            share_prompts=config.parallel.share_prompts and policy.module.packed, aggregation=algorithm.aggregation,
+            skip_zero_advantage=algorithm.skip_zero_advantage and not algorithm.entropy_coef,
+            constant_length=algorithm.constant_length or limit, cost=CostModel.from_config(hf_config),
+            pad_token_id=setup.pad_token_id(tokenizer),
+        )  # fmt: skip
+        for microbatch in (m for minibatch in batch for m in minibatch if len(batch) > 1):  # one update is on-policy
+            microbatch.old_logprobs = policy.logprobs(microbatch, temperature)
+        for minibatch in batch:
+            update(policy, optimizer, schedule, minibatch, algorithm, temperature=temperature,
+                   max_grad_norm=config.optim.max_grad_norm, tally=Tally())  # fmt: skip
+        rewards = [r for part in world.gather([s.reward for g in groups for s in g.scored]) for r in part]
+        if world.is_main:
+            print(f"step {step + 1}  reward {sum(rewards) / len(rewards):.3f}")
+    scorer.close()
+    return policy
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    close_world()
