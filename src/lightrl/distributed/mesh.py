@@ -117,6 +117,13 @@ def init_world(device: str = "auto", shard_size: int | None = None, timeout: flo
     return World(rank=rank, size=size, local_rank=local_rank, device=here, mesh=mesh, cpu_group=group)
 
 
+def set_deterministic(enabled: bool) -> None:
+    """Ask torch for deterministic kernels, or no longer. cuBLAS wants to be told before its first product."""
+    if enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(enabled)
+
+
 def close_world() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():

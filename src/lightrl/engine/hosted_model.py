@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lightrl.engine.kv_cache import ATTENTION_NAME, register_attention
 from lightrl.errors import UserError
+from lightrl.kernels.logprob import linear_logits
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -124,8 +126,19 @@ def _build(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -
     if getattr(model, "_is_stateful", False):
         raise UserError(f"{refusal}: it keeps a recurrent state between tokens")
     model.requires_grad_(False).eval()
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear:
+        head.forward = partial(_head, head)  # type: ignore[method-assign]
     _compute_buffers(model, device, refusal)
     return model
+
+
+def _head(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """The head's logits in float32, as the trainer has them.
+
+    Rounded to bfloat16, logits of a real model (SmolLM2, up to 40) put a mean error of 0.02 on log-probs.
+    """
+    return linear_logits(hidden.flatten(0, -2), head.weight, head.bias).unflatten(0, hidden.shape[:-1])
 
 
 @torch.no_grad()

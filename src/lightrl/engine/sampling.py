@@ -98,12 +98,12 @@ def _sample_chunk(logits: Tensor, temperature: Tensor, u: Tensor) -> tuple[Tenso
     if vocab % _BLOCK:
         weights = torch.nn.functional.pad(weights, (0, _BLOCK - vocab % _BLOCK))
     blocks = weights.view(num_rows, -1, _BLOCK)
-    block_cdf = blocks.sum(dim=-1).double().cumsum(dim=-1)
+    block_cdf = _cumsum(blocks.sum(dim=-1).double())
     total = block_cdf[:, -1:]
     target = u[:, None] * total
     block = _first_above(block_cdf, target)
     before = torch.where(block > 0, block_cdf.gather(1, (block - 1).clamp_min(0)), 0.0)
-    inside = blocks[torch.arange(num_rows, device=logits.device), block[:, 0]].double().cumsum(dim=-1)
+    inside = _cumsum(blocks[torch.arange(num_rows, device=logits.device), block[:, 0]].double())
     ids = (block * _BLOCK + _first_above(inside, target - before)).clamp_max(vocab - 1)
     logprobs = scaled.gather(1, ids) - total.log()
     return ids[:, 0], logprobs[:, 0].float()
@@ -128,10 +128,10 @@ def sample_truncated(
         total = scaled.exp().sum(dim=-1, keepdim=True).double()
         ordered, order = scaled.topk(_nucleus_bound(scaled, total, top_p), dim=-1)
         weights = ordered.double().exp()
-    cdf = weights.cumsum(dim=-1)
+    cdf = _cumsum(weights)
     outside = (cdf - weights >= top_p[:, None] * total) & (top_p[:, None] < 1)
     outside[:, 0] = False
-    cdf = weights.masked_fill(outside, 0.0).cumsum(dim=-1)
+    cdf = _cumsum(weights.masked_fill(outside, 0.0))
     place = _first_above(cdf, u[:, None] * cdf[:, -1:])
     logprobs = ordered.gather(1, place) - cdf[:, -1:].log()
     return order.gather(1, place)[:, 0], logprobs[:, 0].float()
@@ -154,6 +154,13 @@ def _nucleus_bound(scaled: Tensor, total: Tensor, top_p: Tensor) -> int:
     # a little lower, for rounding
     floor = (0.99 * (1 - top_p)[:, None] / vocab * total).log().float()
     return max(1, int((scaled >= floor).sum(dim=-1).max()))
+
+
+def _cumsum(values: Tensor) -> Tensor:
+    """Along the last dim. torch has no deterministic one on a GPU and refuses: where asked for, the host does it."""
+    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return values.cpu().cumsum(dim=-1).to(values.device)
+    return values.cumsum(dim=-1)
 
 
 def _first_above(cdf: Tensor, target: Tensor) -> Tensor:

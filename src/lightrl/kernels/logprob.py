@@ -37,8 +37,11 @@ def linear_logprobs(
     return _LinearLogprobs.apply(hidden, weight, targets, bias, temperature)
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """float32 `[n, V]`; a bfloat16 product on CUDA accumulates and returns float32."""
+def linear_logits(rows: Tensor, weight: Tensor, bias: Tensor | None = None, temperature: float = 1.0) -> Tensor:
+    """`(rows @ weight.T + bias) / temperature` in float32 `[n, V]`, never rounded to the inputs' precision.
+
+    A bfloat16 product on CUDA accumulates and returns float32.
+    """
     if rows.dtype == torch.float32 and weight.dtype == torch.float32:
         logits = rows @ weight.T
     elif rows.is_cuda and rows.dtype == weight.dtype:
@@ -63,7 +66,7 @@ class _LinearLogprobs(torch.autograd.Function):
         kept: list[Tensor] = []
         for start in range(0, num_rows, chunk):
             rows = slice(start, start + chunk)
-            z = _logits(hidden[rows], weight, bias, temperature)
+            z = linear_logits(hidden[rows], weight, bias, temperature)
             lse[rows] = z.logsumexp(-1)
             logprobs[rows] = z.gather(-1, targets[rows, None])[:, 0] - lse[rows]
             # logits of -inf (a masked vocabulary) have probability 0 and must not make 0 * inf = nan
@@ -85,7 +88,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         for i, start in enumerate(range(0, hidden.shape[0], ctx.chunk)):
             rows = slice(start, start + ctx.chunk)
-            z = kept[i] if kept else _logits(hidden[rows], weight, bias, ctx.temperature)
+            z = kept[i] if kept else linear_logits(hidden[rows], weight, bias, ctx.temperature)
             log_p = (z - lse[rows, None]).clamp_min_(torch.finfo(z.dtype).min)
             probs = log_p.exp()
             # d logp_y = onehot(y) - p;  d entropy = -p (log p + entropy)

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightrl.config.dump import dump_toml
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
-from lightrl.distributed.mesh import init_world
+from lightrl.distributed.mesh import init_world, set_deterministic
 from lightrl.engine.base import SamplingParams
 from lightrl.errors import UserError
 from lightrl.models import load
@@ -95,7 +95,7 @@ class Trainer:
     def _load_model(self) -> None:
         config = self.config
         torch.manual_seed(config.run.seed)
-        torch.use_deterministic_algorithms(config.run.deterministic)
+        set_deterministic(config.run.deterministic)
         self.policy = Policy.load(config.model, self.world)
         self.reference = setup.load_reference(config, self.world)
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
