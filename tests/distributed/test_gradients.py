@@ -113,10 +113,50 @@ def gradients(models: Path, case: dict) -> tuple[dict[str, torch.Tensor], dict[s
     return whole, metrics
 
 
+def check_whitening_and_skipping(models: Path) -> None:
+    """A4: one mean and variance over both ranks, an empty one included. A step that one rank spoils, none takes (A3)."""
+    from lightrl.config.schema import ModelConfig, OptimConfig
+    from lightrl.distributed.mesh import init_world
+    from lightrl.training.advantage import whiten_advantages
+    from lightrl.training.optim import build_optimizer, build_schedule, optimizer_step
+    from lightrl.training.packing import TrainSample, pack
+    from lightrl.training.policy import Policy
+
+    world = init_world("cpu")
+
+    def batch(advantages, masks):
+        units = [
+            [TrainSample(group_index=0, index=i, prompt=[1], response=[2] * len(m), loss_mask=m,
+                         rollout_logprobs=None, advantage=a)]
+            for i, (a, m) in enumerate(zip(advantages, masks, strict=True))
+        ]  # fmt: skip
+        return pack(units, [[1.0]] * len(units), 0)
+
+    # rank 0 holds advantages 1 (two tokens) and 7 (masked out), rank 1 holds 4 (one token): mean 2, variance 2
+    mine = batch([1.0, 7.0], [[1, 1], [0, 0]]) if world.rank == 0 else batch([4.0], [[1]])
+    whiten_advantages([[mine]], world)
+    expected = [-1 / 2**0.5] * 2 + [5 / 2**0.5] * 2 if world.rank == 0 else [2 / 2**0.5]
+    assert mine.advantages.tolist() == pytest.approx(expected, abs=1e-6)
+    empty = pack([], [], 0) if world.rank == 0 else batch([1.0, 3.0], [[1], [1]])
+    whiten_advantages([[empty]], world)
+    assert empty.advantages.tolist() == ([] if world.rank == 0 else pytest.approx([-1.0, 1.0]))
+
+    policy = Policy.load(ModelConfig(path=str(models / "llama"), compute_dtype="float32"), world)
+    config = OptimConfig(lr=1.0)
+    optimizer = build_optimizer(policy.parameters(), config)
+    before = [p.to_local().clone() for p in policy.parameters()]
+    logprobs, _ = policy(batch([1.0], [[1, 1]]), 1.0)
+    (logprobs * (float("nan") if world.rank == 1 else 1.0)).sum().backward()
+    _, stepped = optimizer_step(optimizer, build_schedule(optimizer, config, 1), policy.parameters(), 1.0)
+    assert not stepped
+    assert all(torch.equal(p.to_local(), b) for p, b in zip(policy.parameters(), before, strict=True))
+
+
 def run_cases(models: str, reference: str) -> None:
     """On each of two ranks: every case's gradients and loss equal the single process's."""
     from safetensors.torch import load_file
 
+    check_whitening_and_skipping(Path(models))
     for name, case in CASES.items():
         found, metrics = gradients(Path(models), case)
         expected = load_file(f"{reference}/{name}.safetensors")

@@ -157,6 +157,8 @@ class AlgorithmConfig:
     """Advantage estimator; formulas in docs/algorithms.md."""
     normalize_std: bool = True
     """Divide group-centred rewards by their standard deviation (GRPO); false only centres them (Dr.GRPO)."""
+    whiten: bool = False
+    """Shift and scale advantages to mean 0 and variance 1 over all loss tokens of the step, on all ranks together."""
     minibatches_per_step: PositiveInt = 1
     """Optimizer updates on each step's samples."""
     clip_low: Fraction = 0.2
@@ -177,8 +179,8 @@ class AlgorithmConfig:
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
     skip_zero_advantage: bool = True
-    """Do not compute samples whose advantage is 0 where nothing but the advantage enters the loss (no KL, no entropy
-    term): same gradients, less work. Entropy and mismatch are then measured on the others."""
+    """Do not compute samples whose advantage is 0 where nothing but the advantage enters the loss (no KL or entropy
+    term, no whitening): same gradients, less work. Entropy and mismatch are then measured on the others."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -56,3 +56,22 @@ def penalize_with_kl(
         if microbatch.sample_keys:
             values = torch.tensor([advantage_of[key] for key in microbatch.sample_keys])
             microbatch.advantages = values[microbatch.sample_ids]
+
+
+def whiten_advantages(batch: Sequence[Sequence[Microbatch]], world: World) -> None:
+    """Token advantages of all microbatches on all ranks to mean 0 and variance 1, loss tokens counted once each.
+
+    Two passes (mean, then squared deviations), so that large means do not cancel. A rank without loss tokens adds
+    nothing, and takes part all the same.
+    """
+    microbatches = [m for minibatch in batch for m in minibatch]
+    values = [m.advantages[m.loss_mask > 0].double() for m in microbatches]
+    local = torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
+    sums = world.gather((local.numel(), float(local.sum())))
+    count = sum(n for n, _ in sums)
+    if count == 0:
+        return
+    mean = sum(total for _, total in sums) / count
+    variance = sum(world.gather(float((local - mean).square().sum()))) / count
+    for microbatch in microbatches:
+        microbatch.advantages = ((microbatch.advantages.double() - mean) / (variance + 1e-8) ** 0.5).float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightrl.config.schema import Config, EngineConfig
+from lightrl.config.schema import AlgorithmConfig, Config, EngineConfig
 from lightrl.distributed.mesh import World
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError
@@ -46,6 +46,11 @@ def build_engine(config: EngineConfig, policy: Policy, tokenizer: Any, context_l
         max_prefill_tokens=config.max_prefill_tokens,
         context_length=context_length,
     )
+
+
+def may_skip_zero_advantage(config: AlgorithmConfig) -> bool:
+    """Is a sample without advantage one without gradient?"""
+    return config.skip_zero_advantage and not (config.kl_coef or config.entropy_coef or config.whiten)
 
 
 def pad_token_id(tokenizer: Any) -> int:

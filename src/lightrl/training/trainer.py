@@ -35,7 +35,7 @@ from lightrl.rewards import Scorer, check_labels
 from lightrl.rollout.collect import apply_truncation, collect, run_async
 from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training import setup
-from lightrl.training.advantage import penalize_with_kl, set_advantages
+from lightrl.training.advantage import penalize_with_kl, set_advantages, whiten_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
 from lightrl.training.checkpoint import Checkpointer
@@ -124,6 +124,8 @@ class Trainer:
             self.add_logprobs(batch, tally)
             if self.reference is not None and algorithm.kl_in == "reward":
                 penalize_with_kl(groups, batch, self.world, algorithm)
+            if algorithm.whiten:
+                whiten_advantages(batch, self.world)
             for minibatch in batch:
                 result = update(
                     self.policy,
@@ -178,7 +180,7 @@ class Trainer:
             minibatches=algorithm.minibatches_per_step,
             max_tokens=config.parallel.max_tokens_per_microbatch,
             share_prompts=config.parallel.share_prompts and self.policy.module.packed,
-            skip_zero_advantage=algorithm.skip_zero_advantage and not (algorithm.kl_coef or algorithm.entropy_coef),
+            skip_zero_advantage=setup.may_skip_zero_advantage(algorithm),
             aggregation=algorithm.aggregation,
             constant_length=algorithm.constant_length or config.rollout.max_response_tokens,
             cost=self.cost,
