@@ -71,7 +71,7 @@ def make_samples(only: int | None = None, mask_all_but: int | None = None, zero=
     return samples
 
 
-def gradients(models: Path, case: dict) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def gradients(models: Path, case: dict, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Gradients of one update's loss for a case, whole, and the weights' names."""
     from lightrl.config.schema import AlgorithmConfig, ModelConfig
     from lightrl.distributed.fsdp import clean_name, set_gradient_sync
@@ -82,10 +82,10 @@ def gradients(models: Path, case: dict) -> tuple[dict[str, torch.Tensor], dict[s
     from lightrl.training.policy import Policy
     from lightrl.training.update import microbatch_loss
 
-    world = init_world("cpu", case.get("shard_size"))
+    world = init_world(device, case.get("shard_size"))
     model = ModelConfig(
         path=str(models / case.get("model", "llama")),
-        compute_dtype="float32",
+        compute_dtype=case.get("compute_dtype", "float32"),
         activation_checkpointing=case.get("activation_checkpointing", False),
     )
     policy = Policy.load(model, world)
@@ -108,7 +108,7 @@ def gradients(models: Path, case: dict) -> tuple[dict[str, torch.Tensor], dict[s
         set_gradient_sync(policy.module, i == len(minibatch) - 1)
         logprobs, entropy = policy(batch, 0.9)
         microbatch_loss(logprobs, entropy, batch, algorithm, tally).backward()
-    whole = {clean_name(n): p.grad.full_tensor().clone() for n, p in policy.module.named_parameters()}
+    whole = {clean_name(n): p.grad.full_tensor().clone().cpu() for n, p in policy.module.named_parameters()}
     metrics = Tally.merged(world.gather(tally.to_dict())).result()
     return whole, metrics
 
