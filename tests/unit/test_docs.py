@@ -246,6 +246,7 @@ def test_lightrl_commands_exist() -> None:
             command, rest = command.commands[rest[0]], rest[1:]
         options = {flag for parameter in command.params for flag in parameter.opts} | {"--help"}
         overrides: list[str] = []
+        files = [ROOT / word for word in rest if word.endswith(".toml") and (ROOT / word).exists()]
         for i, word in enumerate(rest):
             flag, _, value = word.partition("=")
             if not flag.startswith("--"):
@@ -255,7 +256,7 @@ def test_lightrl_commands_exist() -> None:
                 overrides += [flag, value or rest[i + 1]]
             else:
                 assert flag in options, f"{place}: no option {flag}"
-        assert isinstance(load_config(overrides=overrides), Config), place
+        assert isinstance(load_config(*files, overrides=overrides), Config), place
         seen += 1
     assert seen > 20
 

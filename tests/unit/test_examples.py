@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import nbformat
 import pytest
 import tiny_run
 import torch
+from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -125,8 +127,10 @@ def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     (kernels / "kernel.json").write_text(json.dumps(spec))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "kernels"))
-    client = NotebookClient(notebook, kernel_name="this", timeout=300, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
+    with tempfile.TemporaryDirectory(prefix="nb") as short:  # sockets in files: no port is opened; names are limited
+        manager = AsyncKernelManager(kernel_name="this", transport="ipc", ip=f"{short}/k")
+        resources = {"metadata": {"path": str(tmp_path)}}
+        NotebookClient(notebook, km=manager, timeout=300, resources=resources).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     printed = "".join(o.text for o in outputs if o.output_type == "stream" and o.name == "stdout")
     for step in (1, 2, 3):
