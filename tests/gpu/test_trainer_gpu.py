@@ -109,6 +109,7 @@ def test_run_with_everything(trainer_for, tmp_path: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM
 
     eval_set = {"name": "own", "path": str(tmp_path / "data.jsonl"), "samples_per_prompt": 2, "temperature": 1.0}
+    eval_set["pass_threshold"] = 0.0
     trainer = trainer_for(
         run={"steps": 4},
         model={"compute_dtype": dtype},
