@@ -350,8 +350,6 @@ class Config:
             problems.append(("algorithm.constant_length", "only used by algorithm.aggregation = 'constant': drop it"))
         if self.model.reference_path is not None and self.algorithm.kl_coef == 0:
             problems.append(("model.reference_path", "a reference is only used with algorithm.kl_coef > 0"))
-        if self.algorithm.kl_in == "reward" and self.algorithm.kl_estimator == "k2":
-            problems.append(("algorithm.kl_estimator", "k2 is a loss, not a penalty on the reward: take k1 or k3"))
         if self.eval.every and not self.eval.sets:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         names = [s.name for s in self.eval.sets]

@@ -24,12 +24,14 @@ class HostedModel:
     keys and values.
     """
 
-    def __init__(self, config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False
+    ) -> None:
         self.device = device
         self.dtype = dtype
         self.loaded = False
         self._owned = False
-        self.module = _build(config, device, dtype)
+        self.module = _build(config, device, dtype, trust_remote_code)
         # Tied weights have several names for one tensor: all are known, one is enough.
         by_tensor: dict[int, list[str]] = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
@@ -103,7 +105,7 @@ def _listing(items: list[str], most: int = 5) -> str:
     return "; ".join(items[:most]) + more
 
 
-def _build(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def _build(config: PretrainedConfig, device: torch.device, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     text = config.get_text_config()
     refusal = f"the embedded engine cannot run model type {config.model_type!r}"
     kinds = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
@@ -117,7 +119,10 @@ def _build(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation=ATTENTION_NAME, dtype=dtype, trust_remote_code=False
+                copy.deepcopy(config),
+                attn_implementation=ATTENTION_NAME,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
             )
     except ValueError as error:
         raise UserError(f"{refusal}: {str(error).splitlines()[0]}") from error

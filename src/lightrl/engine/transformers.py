@@ -46,12 +46,13 @@ class TransformersEngine:
         max_batch: int = 64,
         max_prefill_tokens: int = 8192,
         context_length: int | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         self.policy_version = -1
         self.device = torch.device(device)
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
-        self._model = HostedModel(model_config, self.device, dtype)
+        self._model = HostedModel(model_config, self.device, dtype, trust_remote_code)
         text_config = model_config.get_text_config()
         self.context_length = context_length or int(text_config.max_position_embeddings)
         self._vocab_size = int(text_config.vocab_size)

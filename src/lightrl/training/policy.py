@@ -74,7 +74,9 @@ class Policy:
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         dtype = compute_dtype(config.compute_dtype, world.device)
         packed = registry.packs_exactly(hf_config)
-        model = load.empty_model(hf_config, dtype=dtype if frozen else torch.float32)
+        model = load.empty_model(
+            hf_config, dtype=dtype if frozen else torch.float32, trust_remote_code=config.trust_remote_code
+        )
         if packed:
             model.set_attn_implementation(attention.register())
         module = PolicyModule(model, packed=packed)

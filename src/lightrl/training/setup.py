@@ -32,7 +32,9 @@ def load_reference(config: Config, world: World) -> Policy | None:
     return Policy.load(model, world, frozen=True)
 
 
-def build_engine(config: EngineConfig, policy: Policy, tokenizer: Any, context_length: int) -> Engine:
+def build_engine(
+    config: EngineConfig, policy: Policy, tokenizer: Any, context_length: int, trust_remote_code: bool = False
+) -> Engine:
     """What `engine.kind` names. A new engine is added here."""
     from lightrl.engine.transformers import TransformersEngine
 
@@ -45,6 +47,7 @@ def build_engine(config: EngineConfig, policy: Policy, tokenizer: Any, context_l
         max_batch=config.max_batch,
         max_prefill_tokens=config.max_prefill_tokens,
         context_length=context_length,
+        trust_remote_code=trust_remote_code,
     )
 
 

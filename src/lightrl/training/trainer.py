@@ -100,7 +100,9 @@ class Trainer:
         self.reference = setup.load_reference(config, self.world)
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(updates_done=0)
-        self.engine = setup.build_engine(config.engine, self.policy, self.tokenizer, self.context_length)
+        self.engine = setup.build_engine(
+            config.engine, self.policy, self.tokenizer, self.context_length, config.model.trust_remote_code
+        )
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
         self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
         if not self.policy.module.packed:
