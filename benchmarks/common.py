@@ -34,8 +34,8 @@ def result_row(
 ) -> dict[str, Any]:
     """One measured case. `ours` and `peer` are repeated measurements: the row holds medians, and [least, most].
 
-    `ratio` is how many times better than the peer we are; without a peer, than `limit` if that is a ceiling that must
-    hold (seconds allowed), else null. `goal` is the ratio to reach.
+    `ratio` is how many times better than the peer we are, null without one; `goal` the ratio to reach; `limit` the
+    physical floor or ceiling where one is known, or what must be kept.
 
     >>> result_row("step", "s", [2.0, 1.0, 4.0], [4.0], better="lower", peer_name="p")["ratio"]
     2.0
@@ -112,7 +112,9 @@ def print_report(result: dict[str, Any], console: Console | None = None) -> None
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         if row["ratio"] is not None and row["goal"] is not None:
             ratio = f"[{'green' if row['ratio'] >= row['goal'] else 'red'}]{ratio}[/]"
-        table.add_row(row["case"], row["unit"], _figure(row, "ours"), peer, ratio, _text(row["goal"]), _text(row["limit"]))
+        table.add_row(
+            row["case"], row["unit"], _figure(row, "ours"), peer, ratio, _text(row["goal"]), _text(row["limit"])
+        )
     console.print(table)
     for row in result["rows"]:
         if row["note"]:

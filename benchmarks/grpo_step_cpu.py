@@ -3,8 +3,12 @@
 Both make the same step: 8 prompts x 8 samples of at most 12 tokens at temperature 1, rewards, group-normalised
 advantages, one float32 AdamW update with token-mean loss and clipped gradients, no KL. Prompts come in file order, so
 that step k has the same prompts in both. Each runs in a process of its own with all threads; they take turns step by
-step, and the one that waits uses no CPU. With lr = 0 the model stays what it is and both keep sampling from the same
-distribution (the headline); in training proper the answers shrink, at a like pace.
+step, and the one that waits uses no CPU.
+
+With lr = 0 (the headline) the model stays what it is, so both keep sampling from one distribution; ours then computes
+every sample, as TRL does, although most groups fail as a whole and have no advantage. In training proper ours leaves
+samples without advantage out of the update (its default: their gradient is zero), and the answers shrink, at a like
+pace.
 """
 
 from __future__ import annotations
@@ -83,9 +87,16 @@ def _brief(measured: dict[str, Any]) -> str:
 
 
 def _rows_fixed(ours: Sequence[dict[str, Any]], peer: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    note = f"response tokens (mean): ours {_mean(ours, 'length'):.2f}, TRL {_mean(peer, 'length'):.2f}"
+    note = (
+        f"response tokens (mean): ours {_mean(ours, 'length'):.2f}, TRL {_mean(peer, 'length'):.2f}; "
+        f"CPU seconds a step: ours {_median(ours, 'cpu_seconds'):.1f}, TRL {_median(peer, 'cpu_seconds'):.1f}; "
+        "limit: our matrix products at the speed of a large one, nothing else"
+    )
     rates = [[SAMPLES / m["seconds"] for m in side] for side in (ours, peer)]
-    rows = [result_row("step lr=0", "samples/s", *rates, better="higher", peer_name=name, goal=GOAL, note=note)]
+    limit = float(f"{SAMPLES * max(m['gflops'] for m in ours) / _median(ours, 'gflop'):.4g}")
+    rows = [
+        result_row("step lr=0", "samples/s", *rates, better="higher", peer_name=name, limit=limit, goal=GOAL, note=note)
+    ]
     for stage, note in (
         ("generate", "with rewards; ours also lends the weights to the engine"),
         ("train", "advantages, forward, backward, clipping, AdamW"),
@@ -109,6 +120,10 @@ def _row_training(ours: Sequence[dict[str, Any]], peer: Sequence[dict[str, Any]]
     rates = [[SAMPLES / m["seconds"] for m in side] for side in (ours, peer)]
     case = f"training lr={LEARNING_RATE:g}"
     return result_row(case, "samples/s", *rates, better="higher", peer_name=name, goal=GOAL, note=note)
+
+
+def _median(side: Sequence[dict[str, Any]], key: str) -> float:
+    return statistics.median(m[key] for m in side)
 
 
 def _mean(side: Sequence[dict[str, Any]], key: str) -> float:
@@ -137,6 +152,7 @@ def ours(settings: dict[str, Any], turns: Turns) -> None:
         reward={"type": "number"},
         rollout={"prompts_per_step": PROMPTS, "group_size": GROUP, "max_response_tokens": MAX_NEW_TOKENS},
         engine={"max_batch": SAMPLES},
+        algorithm={"skip_zero_advantage": settings["lr"] > 0},
         optim={"lr": settings["lr"]},
         parallel={"max_tokens_per_microbatch": settings["max_tokens"]},
         log={"trackers": [], "progress": False, "print_samples": 0, "save_samples": False},
@@ -145,18 +161,48 @@ def ours(settings: dict[str, Any], turns: Turns) -> None:
     turns.ready()
     for _ in range(settings["total_steps"]):
         turns.wait()
-        start = time.perf_counter()
+        gflops = _product_gflops()
+        start, cpu = time.perf_counter(), time.process_time()
         metrics = trainer.step(trainer.source.next(PROMPTS))
         seconds = time.perf_counter() - start
         turns.answer(
             seconds=seconds,
+            cpu_seconds=time.process_time() - cpu,
             generate=metrics["time/generate"] + metrics["time/sync"],
             train=metrics["time/train"],
             length=metrics["rollout/length_mean"],
             reward=metrics["reward/mean"],
+            gflop=_step_gflop(trainer.policy.model, metrics),
+            gflops=gflops,
             peak_gib=_peak_gib(),
         )
     trainer.close()
+
+
+def _step_gflop(model: Any, metrics: dict[str, float]) -> float:
+    """Matrix products of a step, 1e9 operations: each prompt is fed once for its group, attention is left out."""
+    from lightrl.distributed.fsdp import decoder_blocks
+
+    blocks = sum(p.numel() for p in decoder_blocks(model).parameters() if p.ndim == 2)
+    head = model.get_output_embeddings().weight.numel()
+    responses = metrics["rollout/response_tokens"]
+    fed = metrics["rollout/prompt_length_mean"] * PROMPTS + responses - SAMPLES  # the last token predicts nothing
+    forward, train = 2, 6
+    return ((forward + train) * blocks * fed + (forward + train) * head * responses) / 1e9
+
+
+def _product_gflops() -> float:
+    """Speed of one large float32 product with this process's threads, 1e9 operations a second."""
+    import torch
+
+    size = 1536
+    matrix = torch.ones(size, size)
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        matrix @ matrix
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / min(times) / 1e9
 
 
 def trl(settings: dict[str, Any], turns: Turns) -> None:
@@ -172,7 +218,7 @@ def trl(settings: dict[str, Any], turns: Turns) -> None:
     torch.set_num_threads(settings["threads"])
     measured: dict[str, float] = {}
 
-    def reward(completions: list[Any], completion_ids: list[list[int]], label: list[str], **_: Any) -> list[float]:
+    def reward(completions: list[Any], completion_ids: list[list[int]], label: list[str], **_: Any) -> Any:
         """Our own rule, so that both sides grade alike."""
         scores = []
         for messages, ids, gold in zip(completions, completion_ids, label, strict=True):
@@ -190,20 +236,23 @@ def trl(settings: dict[str, Any], turns: Turns) -> None:
             return batch
 
     class TakeTurns(TrainerCallback):
-        start = 0.0
+        start = cpu = 0.0
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             turns.ready(version=__version__)
-            turns.wait()
-            self.start = time.perf_counter()
+            self._next_turn()
 
-        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             seconds = time.perf_counter() - self.start
+            cpu = time.process_time() - self.cpu
             train = seconds - measured["generate"]
-            turns.answer(seconds=seconds, train=train, peak_gib=_peak_gib(), **measured)
+            turns.answer(seconds=seconds, cpu_seconds=cpu, train=train, peak_gib=_peak_gib(), **measured)
             if state.global_step < settings["total_steps"]:
-                turns.wait()
-            self.start = time.perf_counter()
+                self._next_turn()
+
+        def _next_turn(self) -> None:
+            turns.wait()
+            self.start, self.cpu = time.perf_counter(), time.process_time()
 
     batch = settings["trl_batch"]
     config = GRPOConfig(

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     known, _ = parser.parse_known_args(argv)
     op = load_op(known.op) if known.op else None
     parser.add_argument("-h", "--help", action="help", help="this text; with --op also that op's own options")
-    if hasattr(op, "add_arguments"):
+    if op is not None and hasattr(op, "add_arguments"):
         op.add_arguments(parser.add_argument_group(known.op))
     args = parser.parse_args(argv)
     if args.list:

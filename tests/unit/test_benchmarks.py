@@ -1,0 +1,91 @@
+"""Result files of `benchmarks/`: arithmetic, format, the list of ops. Nothing is measured here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def common(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import common
+
+    return common
+
+
+def test_ratio_says_how_many_times_better(common: ModuleType) -> None:
+    seconds = common.result_row("a", "s", [2.0, 1.0, 4.0], [6.0, 5.0], better="lower", peer_name="p", goal=2.0)
+    assert (seconds["ours"], seconds["peer"], seconds["ratio"]) == (2.0, 5.5, 2.75)
+    assert (seconds["ours_spread"], seconds["peer_spread"], seconds["repeats"]) == ([1.0, 4.0], [5.0, 6.0], 3)
+    rate = common.result_row("b", "samples/s", [30.0], [12.0], better="higher", peer_name="p")
+    assert rate["ratio"] == 2.5
+    alone = common.result_row("c", "s", [0.25], better="lower", limit=1.0)
+    assert (alone["ratio"], alone["peer"], alone["peer_name"], alone["limit"]) == (None, None, None, 1.0)
+    with pytest.raises(ValueError, match="nothing was measured"):
+        common.result_row("d", "s", [], better="lower")
+
+
+def test_result_file_holds_what_readers_expect(common: ModuleType, tmp_path: Path) -> None:
+    row = common.result_row("step", "s", [1.23456], [2.0], better="lower", peer_name="p", note="n")
+    result = common.report("demo", [row], command="python benchmarks/run.py --op demo", packages=("pytest", "no-such"))
+    path = common.write_report(result, tmp_path / "results")
+    assert [p.name for p in path.parent.iterdir()] == ["demo.json"]
+    read = json.loads(path.read_text(encoding="utf-8"))
+    assert list(read) == ["op", "date", "hardware", "commit", "command", "versions", "rows"]
+    assert read["versions"]["pytest"] == pytest.__version__
+    assert "no-such" not in read["versions"]
+    assert set(common.ROW_KEYS) <= set(read["rows"][0])
+    assert (read["rows"][0]["ours"], read["rows"][0]["ratio"]) == (1.235, 1.62)
+    common.print_report(read)
+    del row["note"]
+    with pytest.raises(ValueError, match=r"demo: row 'step' lacks note"):
+        common.report("demo", [row], command="")
+
+
+def test_committed_results_have_the_format(common: ModuleType) -> None:
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        read = json.loads(path.read_text(encoding="utf-8"))
+        assert read["op"] == path.stem
+        for row in read["rows"]:
+            assert set(common.ROW_KEYS) <= set(row), f"{path.name}: {row['case']}"
+
+
+def test_every_listed_op_imports_without_torch() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'benchmarks'); import run\n"
+        "for name in run.OPS:\n"
+        "    op = run.load_op(name)\n"
+        "    assert callable(op.run), name\n"
+        "assert not {'torch', 'trl', 'transformers'} & set(sys.modules)\n"
+        "raise SystemExit(run.main(['--list']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    listed = [line.split()[0] for line in done.stdout.splitlines()]
+    files = {p.stem for p in (ROOT / "benchmarks").glob("*.py")} - {"common", "run"}
+    assert set(listed) == files
+
+
+def test_worker_answers_in_turn_and_shows_its_last_words(common: ModuleType, tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
+        "from common import Turns\n"
+        "turns = Turns(); print('noise of a library'); turns.ready(version='1')\n"
+        "turns.answer(asked=turns.wait())\n"
+        "turns.wait(); raise RuntimeError('out of paper')\n"
+    )
+    worker = common.Worker("printer", script, [], threads=1, log=tmp_path / "log")
+    assert worker.wait_ready() == {"version": "1"}
+    assert worker.ask("page 7") == {"asked": "page 7"}
+    with pytest.raises(RuntimeError, match=r"printer ended with code 1(?s:.*)out of paper"):
+        worker.ask()
+    worker.close()
