@@ -79,7 +79,7 @@ def gradients(models: Path, case: dict, device: str = "cpu") -> tuple[dict[str, 
     from lightrl.observe.metrics import Tally
     from lightrl.training.balance import CostModel
     from lightrl.training.batch import build_minibatches
-    from lightrl.training.policy import Policy
+    from lightrl.training.policy import Policy, to_device
     from lightrl.training.update import microbatch_loss
 
     world = init_world(device, case.get("shard_size"))
@@ -107,7 +107,7 @@ def gradients(models: Path, case: dict, device: str = "cpu") -> tuple[dict[str, 
     for i, batch in enumerate(minibatch):
         set_gradient_sync(policy.module, i == len(minibatch) - 1)
         logprobs, entropy = policy(batch, 0.9)
-        microbatch_loss(logprobs, entropy, batch, algorithm, tally).backward()
+        microbatch_loss(logprobs, entropy, to_device(batch, world.device), algorithm, tally).backward()
     whole = {clean_name(n): p.grad.full_tensor().clone().cpu() for n, p in policy.module.named_parameters()}
     metrics = Tally.merged(world.gather(tally.to_dict())).result()
     return whole, metrics
@@ -120,7 +120,7 @@ def check_whitening_and_skipping(models: Path) -> None:
     from lightrl.training.advantage import whiten_advantages
     from lightrl.training.optim import build_optimizer, build_schedule, optimizer_step
     from lightrl.training.packing import TrainSample, pack
-    from lightrl.training.policy import Policy
+    from lightrl.training.policy import Policy, to_device
 
     world = init_world("cpu")
 

@@ -14,6 +14,8 @@ from engine.test_transformers_engine import CONFIGS, CONTEXT, EOS, OTHERS, VOCAB
 from lightrl.distributed.mesh import close_world
 from lightrl.engine.base import GenerateRequest, SamplingParams
 from lightrl.engine.transformers import TransformersEngine
+from lightrl.sync.weights import release_engine, sync_weights
+from lightrl.training.advantage import set_advantages
 from lightrl.training.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -94,7 +96,7 @@ def test_trainer_and_engine_agree_in_bfloat16(trainer_for, tmp_path: Path) -> No
         run={"device": "cuda"},
         model={"compute_dtype": "bfloat16"},
         rollout={"group_size": 8, "max_response_tokens": 100},
-        algorithm={"minibatches_per_step": 2},
+        algorithm={"minibatches_per_step": 2, "skip_zero_advantage": False},
     )
     metrics = trainer.step(trainer.source.next(4))
     print({k: v for k, v in metrics.items() if k.startswith(("mismatch", "time", "perf"))})
@@ -102,17 +104,53 @@ def test_trainer_and_engine_agree_in_bfloat16(trainer_for, tmp_path: Path) -> No
 
 
 @pytest.mark.model
-def test_trainer_and_engine_agree_on_a_real_model(trainer_for, tmp_path: Path, smollm2: Path) -> None:
-    """Logits of SmolLM2 reach 40: had the engine rounded them to bfloat16, the difference would be 0.02."""
+def test_real_model_in_bfloat16(trainer_for, tmp_path: Path, smollm2: Path) -> None:
+    """SmolLM2, temperature 1: neither engine nor trainer errs more than the stock bfloat16 model.
+
+    All against the stock model in float32 on the sampled answers. Stock is judged with a float32 head; logits rounded
+    to bfloat16 (they reach 40) would add another 0.023 to its error of 0.02 to 0.03.
+    """
+    from transformers import AutoModelForCausalLM
+
     tiny_run.make_data(tmp_path / "data.jsonl")
     (tmp_path / "model").symlink_to(smollm2)
-    for temperature in (1.0, 0.7):
-        trainer = trainer_for(
-            run={"device": "cuda"},
-            model={"compute_dtype": "bfloat16"},
-            rollout={"group_size": 16, "max_response_tokens": 100, "temperature": temperature},
-            algorithm={"minibatches_per_step": 2},
-        )
-        metrics = trainer.step(trainer.source.next(4))
-        print({k: v for k, v in metrics.items() if k.startswith(("mismatch", "time", "perf"))})
-        assert 0 < metrics["mismatch/logprob_abs_diff"] <= 0.011
+    trainer = trainer_for(
+        run={"device": "cuda"},
+        model={"compute_dtype": "bfloat16"},
+        rollout={"group_size": 16, "max_response_tokens": 100},
+        algorithm={"skip_zero_advantage": False},
+    )
+    sync_weights(trainer.policy, trainer.engine, 0)
+    groups = trainer.collect(trainer.source.next(4))
+    release_engine(trainer.policy, trainer.engine)
+    set_advantages(groups, normalize_std=True)
+    trained: dict[tuple[int, int], list[float]] = {}
+    for batch in trainer.pack(groups)[0]:
+        logprobs = trainer.policy.logprobs(batch, 1.0)
+        for i, key in enumerate(batch.sample_keys):
+            trained[key] = logprobs[batch.sample_ids == i].tolist()
+    half = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).eval().cuda()
+    exact = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).eval().to("cuda", torch.float32)
+    errors: dict[str, list[torch.Tensor]] = {"engine": [], "trainer": [], "stock": [], "mismatch": []}
+    for sample in (s for g in groups for s in g.samples):
+        engine = torch.tensor(sample.rollout_logprobs)
+        ours = torch.tensor(trained[sample.group_index, sample.index])
+        truth, stock_ = (stock_logprobs(m, sample.tokens, sample.response_length) for m in (exact, half))
+        errors["engine"].append((engine - truth).abs())
+        errors["trainer"].append((ours - truth).abs())
+        errors["stock"].append((stock_ - truth).abs())
+        errors["mismatch"].append((engine - ours).abs())
+    means = {name: float(torch.cat(values).mean()) for name, values in errors.items()}
+    print(means)
+    assert means["engine"] <= 1.25 * means["stock"]
+    assert means["trainer"] <= 1.25 * means["stock"]
+    assert means["mismatch"] <= 1.5 * means["stock"]  # independent errors of the same size: 1.41
+
+
+@torch.no_grad()
+def stock_logprobs(model: Any, tokens: list[int], response_length: int) -> torch.Tensor:
+    """Of a response's tokens; the blocks in the model's precision, the head in float32."""
+    ids = torch.tensor([tokens], device="cuda")
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[0, -response_length - 1 : -1]
+    log_p = (hidden.float() @ model.lm_head.weight.float().T).log_softmax(-1)
+    return log_p.gather(-1, ids[0, -response_length:, None])[:, 0].cpu()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 _KEEP_BYTES = 256 << 20  # up to here the softmax is kept for the backward pass instead of being computed again
 _CHUNK_BYTES = 64 << 20  # float32 logits computed at a time
+_CUDA_CHUNK_BYTES = 256 << 20  # measured on an H200: 1.8 times as fast as 64 MiB, 1 GiB only 1.2 times faster still
 
 
 def linear_logprobs_reference(
@@ -59,7 +60,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float
     ) -> tuple[Tensor, Tensor]:
         num_rows, vocab = hidden.shape[0], weight.shape[0]
-        chunk = max(1, _CHUNK_BYTES // (4 * vocab))
+        chunk = max(1, (_CUDA_CHUNK_BYTES if hidden.is_cuda else _CHUNK_BYTES) // (4 * vocab))
         keep = num_rows * vocab * 4 <= _KEEP_BYTES and any(ctx.needs_input_grad)
         logprobs = hidden.new_empty(num_rows, dtype=torch.float32)
         entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
