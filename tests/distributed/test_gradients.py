@@ -114,13 +114,13 @@ def gradients(models: Path, case: dict, device: str = "cpu") -> tuple[dict[str, 
 
 
 def check_whitening_and_skipping(models: Path) -> None:
-    """A4: one mean and variance over both ranks, an empty one included. A step that one rank spoils, none takes (A3)."""
+    """A4: one mean and variance over both ranks, an empty one too. A step that one rank spoils, none takes (A3)."""
     from lightrl.config.schema import ModelConfig, OptimConfig
     from lightrl.distributed.mesh import init_world
     from lightrl.training.advantage import whiten_advantages
     from lightrl.training.optim import build_optimizer, build_schedule, optimizer_step
     from lightrl.training.packing import TrainSample, pack
-    from lightrl.training.policy import Policy, to_device
+    from lightrl.training.policy import Policy
 
     world = init_world("cpu")
 

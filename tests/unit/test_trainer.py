@@ -45,7 +45,9 @@ def collected(trainer: Trainer):
 
 def test_l1_first_update_is_exactly_on_policy(trainer_for):
     """Old log-probs come from a pass without gradients; the first update's ratio is 1 to the last bit."""
-    trainer = trainer_for(algorithm={"minibatches_per_step": 2}, parallel={"max_tokens_per_microbatch": 30})
+    trainer = trainer_for(
+        algorithm={"minibatches_per_step": 2, "skip_zero_advantage": False}, parallel={"max_tokens_per_microbatch": 30}
+    )
     batch = trainer.pack(collected(trainer))
     assert len(batch) == 2
     assert len(batch[0]) > 1  # several microbatches
@@ -167,6 +169,7 @@ def test_m3_truncated_answers(trainer_for, policy):
     trainer = trainer_for(
         reward=lambda sample: 1.0 + sample.index,
         rollout={"truncated": policy, "max_response_tokens": 3, "group_size": 8},
+        algorithm={"skip_zero_advantage": False},
     )
     groups = collected(trainer)
     cut = [s for g in groups for s in g.samples if s.status is Status.TRUNCATED]
@@ -193,7 +196,7 @@ def test_m2_pad_equal_to_eos_keeps_the_eos_in_the_loss(trainer_for, tmp_path):
     tiny_run.make_run(tmp_path)
     path = tmp_path / "model" / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": "<eos>"}))
-    trainer = trainer_for(rollout={"max_response_tokens": 30})
+    trainer = trainer_for(rollout={"max_response_tokens": 30}, algorithm={"skip_zero_advantage": False})
     assert trainer.tokenizer.pad_token_id == trainer.tokenizer.eos_token_id == 2
     groups = collected(trainer)
     ended = {(s.group_index, s.index) for g in groups for s in g.samples if s.status is Status.COMPLETED}
@@ -222,7 +225,7 @@ def test_r4_within_the_rate_the_rest_of_the_group_goes_on(tmp_path):
     def reward(sample):
         return float("nan") if sample.index == 0 and sample.group_index == 1 else float(sample.index)
 
-    trainer = Trainer(tiny_run.make_run(tmp_path), reward=reward)
+    trainer = Trainer(tiny_run.make_run(tmp_path, algorithm={"skip_zero_advantage": False}), reward=reward)
     try:
         groups = collected(trainer)
         failed = groups[1].samples[0]

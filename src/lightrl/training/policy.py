@@ -53,7 +53,8 @@ class PolicyModule(nn.Module):
         ids[mask] = batch.input_ids
         logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
         logprobs = (logits[mask][batch.logit_rows].float() / temperature).log_softmax(-1)
-        return logprobs.gather(-1, batch.targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+        # a sum over one element, not a view: FSDP's hooks warn of views
+        return logprobs.gather(-1, batch.targets[:, None]).sum(-1), -(logprobs.exp() * logprobs).sum(-1)
 
 
 @dataclass(kw_only=True)
