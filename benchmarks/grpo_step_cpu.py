@@ -41,7 +41,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--train-steps", type=int, default=10, help="measured steps with lr = 4e-5; 0 leaves them out")
     parser.add_argument("--warmup", type=int, default=1, help="steps before, not measured")
     parser.add_argument("--max-tokens", type=int, default=2048, help="ours: parallel.max_tokens_per_microbatch")
-    parser.add_argument("--trl-batch", type=int, default=64, help="TRL: per_device_train_batch_size, divides 64")
+    parser.add_argument("--trl-batch", type=int, default=32, help="TRL: per_device_train_batch_size, divides 64")
     parser.add_argument("--trl-continuous", action="store_true", help="TRL: transformers' continuous batching")
 
 
