@@ -105,10 +105,14 @@ def print_report(result: dict[str, Any], console: Console | None = None) -> None
     """A table of the rows; notes below it."""
     console = console or Console()
     table = Table(title=f"{result['op']} on {result['hardware']}", title_justify="left")
-    for name in ("case", "unit", "ours", "peer", "times better", "goal", "limit"):
+    names = {row["peer_name"] for row in result["rows"] if row["peer_name"]}
+    peer_title = names.pop() if len(names) == 1 else "peer"  # one peer is named once
+    for name in ("case", "unit", "ours", peer_title, "times better", "goal", "limit"):
         table.add_column(name, justify="left" if name in ("case", "unit") else "right", overflow="fold")
     for row in result["rows"]:
-        peer = f"{_figure(row, 'peer')} {row['peer_name'] or ''}".strip()
+        peer = _figure(row, "peer")
+        if peer_title == "peer" and row["peer_name"]:
+            peer += f" {row['peer_name']}"
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         if row["ratio"] is not None and row["goal"] is not None:
             ratio = f"[{'green' if row['ratio'] >= row['goal'] else 'red'}]{ratio}[/]"
