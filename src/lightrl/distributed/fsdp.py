@@ -49,9 +49,10 @@ def shard(
     if head is not None and head.weight is not embedding.weight:
         fully_shard(embedding, mesh=fsdp_mesh, mp_policy=policy)
     fully_shard(root, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in fsdp_modules(root):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    if mesh.size() > 1:  # one rank has nothing to average, and would only divide by 1 into a new tensor
+        for module in fsdp_modules(root):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def decoder_blocks(model: nn.Module) -> nn.ModuleList:

@@ -54,11 +54,18 @@ def linear_logits(rows: Tensor, weight: Tensor, bias: Tensor | None = None, temp
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
+def _normalize_(logits: Tensor, lse: Tensor) -> Tensor:
+    """Log-probs `[n, V]` in the place of logits. Where these are -inf (a masked vocabulary) the least float stands: the
+    probability is 0, and 0 * inf would be nan."""
+    return logits.sub_(lse[:, None]).clamp_min_(torch.finfo(logits.dtype).min)
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # no gradient of the entropy, no work for it
         num_rows, vocab = hidden.shape[0], weight.shape[0]
         chunk = max(1, (_CUDA_CHUNK_BYTES if hidden.is_cuda else _CHUNK_BYTES) // (4 * vocab))
         keep = num_rows * vocab * 4 <= _KEEP_BYTES and any(ctx.needs_input_grad)
@@ -70,35 +77,45 @@ class _LinearLogprobs(torch.autograd.Function):
             z = linear_logits(hidden[rows], weight, bias, temperature)
             lse[rows] = z.logsumexp(-1)
             logprobs[rows] = z.gather(-1, targets[rows, None])[:, 0] - lse[rows]
-            # logits of -inf (a masked vocabulary) have probability 0 and must not make 0 * inf = nan
-            log_p = (z - lse[rows, None]).clamp_min_(torch.finfo(z.dtype).min)
-            entropy[rows] = -(log_p.exp() * log_p).sum(-1)
+            log_p = _normalize_(z, lse[rows])
+            entropy[rows] = -log_p.exp().mul_(log_p).sum(-1)
             if keep:
-                kept.append(z)
+                kept.append(log_p)
         ctx.save_for_backward(hidden, weight, targets, bias, lse, entropy, *kept)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
         hidden, weight, targets, bias, lse, entropy, *kept = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(lse)
         need_hidden, need_weight, _, need_bias, _ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         for i, start in enumerate(range(0, hidden.shape[0], ctx.chunk)):
             rows = slice(start, start + ctx.chunk)
-            z = kept[i] if kept else linear_logits(hidden[rows], weight, bias, ctx.temperature)
-            log_p = (z - lse[rows, None]).clamp_min_(torch.finfo(z.dtype).min)
-            probs = log_p.exp()
-            # d logp_y = onehot(y) - p;  d entropy = -p (log p + entropy)
-            dz = -probs * (grad_logprobs[rows, None] + grad_entropy[rows, None] * (log_p + entropy[rows, None]))
+            if kept:
+                log_p = kept[i]
+            else:
+                log_p = _normalize_(linear_logits(hidden[rows], weight, bias, ctx.temperature), lse[rows])
+            # d logp_y = onehot(y) - p;  d entropy = -p (log p + entropy). In place: fresh memory is what costs
+            dz = log_p.exp()
+            if grad_entropy is None:
+                dz.mul_(-grad_logprobs[rows, None])
+            else:
+                outer = (log_p + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(grad_logprobs[rows, None])
+                dz.mul_(outer.neg_())
             dz.scatter_add_(-1, targets[rows, None], grad_logprobs[rows, None])
-            dz.div_(ctx.temperature)
+            if ctx.temperature != 1.0:
+                dz.div_(ctx.temperature)
             if grad_hidden is not None:
                 grad_hidden[rows] = dz.to(weight.dtype) @ weight
-            if grad_weight is not None:
+            if grad_weight is not None and hidden.dtype == torch.float32:
+                grad_weight.addmm_(dz.T, hidden[rows])
+            elif grad_weight is not None:
                 grad_weight += (dz.to(hidden.dtype).T @ hidden[rows]).float()
             if grad_bias is not None:
                 grad_bias += dz.sum(0)

@@ -21,7 +21,7 @@ def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> 
     ]
     # lr as a float: a tensor would not broadcast with sharded parameters
     return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, foreach=True
+        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
     )
 
 
