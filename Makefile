@@ -4,7 +4,7 @@
 #
 # PYTHON=…    interpreter to build .venv from
 # NPROC=…     training processes (default: one a core, at most 2)
-# STEPS=…     steps of the quickstart before it is resumed for 3 more (default: 30)
+# STEPS=…     steps of the quickstart before it is resumed for 3 more (default: 24)
 # PIP_ARGS=…  more arguments for pip; on Linux without a GPU, the CPU build of torch is far smaller:
 #             PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
@@ -18,7 +18,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 NPROC ?= $(shell [ $(CORES) -ge 2 ] && echo 2 || echo 1)
-STEPS ?= 30
+STEPS ?= 24
 PIP_ARGS ?=
 
 VENV := .venv
