@@ -325,7 +325,9 @@ def _plan(storages: Iterable[UntypedStorage], start: int) -> tuple[list[_Batch],
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with storage inside a DTensor or another wrapper, such as a quantised optimizer state."""
     if isinstance(tensor, DTensor):
-        yield from _plain(tensor.to_local() if not tensor.requires_grad else tensor.detach().to_local())
+        with torch.no_grad():
+            local = tensor.to_local()
+        yield from _plain(local)
     elif hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
