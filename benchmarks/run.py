@@ -24,6 +24,7 @@ OPS = {
     "startup": "seconds until help, a config error, an import",
     "embedded_generate": "tokens/s of the embedded engine; peer: transformers' generate",
     "grpo_step_cpu": "seconds a GRPO step on the CPU; peer: TRL's GRPOTrainer",
+    "sleep_wake": "seconds to move the trainer off the GPUs and back; peer: bare page-locked copies",
 }
 
 
