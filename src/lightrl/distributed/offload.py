@@ -198,6 +198,8 @@ class Offloader:
 
         UserError where the device has no room: what did not fit stays on the host, and `onload` can be called again.
         """
+        if not self._away:
+            return 0
         self._synchronize()
         # All memory first: cudaMalloc waits for copies that are under way.
         ready: list[tuple[_Batch, Tensor | None]] = []
