@@ -21,7 +21,7 @@ _CONFIG_ARGS = "[TOML ...] [--section.key value ...]"
 # Typer would hand `--optim.lr` to a list of paths: these commands take their words raw, and `_split` sorts them.
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _CONFIG_EPILOG = (
-    "Sections: run, model, data, reward, rollout, engine, algorithm, optim, parallel, checkpoint, eval, log. "
+    "Sections: run, model, data, reward, rollout, engine, sync, algorithm, optim, parallel, checkpoint, eval, log. "
     "`lightrl config list` shows every key with its type, default and meaning. "
     "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )

@@ -28,6 +28,7 @@ from lightrl.config.schema import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
+    SyncConfig,
 )
 
 
@@ -351,7 +352,7 @@ def test_flags(key: str, text: str, expected: Any) -> None:
 
 FULL = Config(
     run=RunConfig(
-        dir="runs/é \"x\" 'y'", steps=7, seed=12345678901234567890, resume=False, device="cpu", deterministic=True
+        dir="runs/é \"x\" 'y'", steps=7, seed=12345678901234567890, resume=False, device="cuda", deterministic=True
     ),
     model=ModelConfig(
         path="org/name",
@@ -394,7 +395,15 @@ FULL = Config(
         stop_token_ids=[0, 151645],
         truncated="mask",
     ),
-    engine=EngineConfig(kind="transformers", max_batch=2, max_prefill_tokens=3),
+    engine=EngineConfig(
+        kind="sglang",
+        max_batch=2,
+        max_prefill_tokens=3,
+        tensor_parallel=2,
+        memory_fraction=0.25,
+        args={"attention_backend": "triton", "nested": {"a": [1, 2.5, True]}},
+    ),
+    sync=SyncConfig(bucket_mib=64, verify_every=3),
     algorithm=AlgorithmConfig(
         advantage="grpo",
         normalize_std=False,

@@ -42,7 +42,9 @@ RULES = {
     "data": f"numpy {SECTION} lightrl.hooks | datasets pyarrow transformers",
     "rewards": f"{SECTION} lightrl.hooks | math_verify torch",
     "engine": f"torch transformers {SECTION} lightrl.kernels |",
-    "engine.sglang": f"torch sglang {SECTION} lightrl.engine |",
+    "engine.sglang": f"torch {SECTION} lightrl.engine lightrl.sync |",
+    "engine.sglang_host": "lightrl.engine.sglang_frames | sglang",
+    "engine.sglang_receiver": "torch lightrl.sync |",
     "rollout": f"torch {SECTION} lightrl.engine.base lightrl.rewards lightrl.data lightrl.hooks |",
     "training": f"torch transformers safetensors numpy {LIBRARY} | lightrl.engine",
 }

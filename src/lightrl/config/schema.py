@@ -141,12 +141,29 @@ class RolloutConfig:
 class EngineConfig:
     """What generates."""
 
-    kind: Literal["transformers"] = "transformers"
-    """`transformers`: the embedded engine, on CPU or GPU, sharing the policy's weights."""
+    kind: Literal["transformers", "sglang"] = "transformers"
+    """`transformers`: the embedded engine, on CPU or GPU, sharing the policy's weights. `sglang`: SGLang on the same
+    GPUs, in processes of its own (docs/engines.md)."""
     max_batch: PositiveInt = 64
-    """Sequences decoded together, a rank."""
+    """Sequences decoded together, an engine."""
     max_prefill_tokens: PositiveInt = 8192
     """Prompt tokens computed in one prefill."""
+    tensor_parallel: PositiveInt = 1
+    """SGLang: consecutive ranks that share an engine, split over their GPUs."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """SGLang: share of the GPU's memory for weights and KV cache while it generates; both are released for training."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """SGLang: further arguments of its engine, passed as they are; unknown names are refused."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class SyncConfig:
+    """How new weights reach an engine in a process of its own (SGLang)."""
+
+    bucket_mib: PositiveInt = 512
+    """Size of each of the two buffers that weights pass through, MiB; they grow to the largest tensor."""
+    verify_every: Count = 0
+    """Syncs between bit-by-bit comparisons of the engine's weights with the trainer's; 0: only after the first."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -317,6 +334,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -352,6 +370,7 @@ class Config:
             problems.append(("model.reference_path", "a reference is only used with algorithm.kl_coef > 0"))
         if self.eval.every and not self.eval.sets:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
+        problems += self._engine_problems()
         names = [s.name for s in self.eval.sets]
         problems += [
             ("eval.sets", f"two sets are named {n!r}") for n in sorted({n for n in names if names.count(n) > 1})
@@ -359,6 +378,19 @@ class Config:
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems
+
+    def _engine_problems(self) -> list[tuple[str, str]]:
+        if self.engine.kind == "sglang":
+            if self.run.device == "cpu":
+                return [
+                    ("engine.kind", "'sglang' needs a GPU: set run.device = 'auto' or engine.kind = 'transformers'")
+                ]
+            return []
+        if self.engine.tensor_parallel > 1:
+            return [("engine.tensor_parallel", "only SGLang splits an engine over ranks: set engine.kind = 'sglang'")]
+        if self.engine.args:
+            return [("engine.args", "they are SGLang's: set engine.kind = 'sglang', or remove them")]
+        return []
 
     def required(self) -> list[tuple[str, str]]:
         """Keys that training cannot do without and that are not set."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 _WRAPPER = "_checkpoint_wrapped_module."
 
@@ -98,6 +100,81 @@ def named_whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield clean_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+@dataclass(frozen=True)
+class WholeTensors:
+    """Names and whole tensors of a sharded model, one FSDP group after the other: iterate as often as you like.
+
+    Every rank must iterate, to the end. A tensor is valid until the next is asked for. On a single shard they are the
+    float32 masters themselves, which a copy into compute precision rounds as FSDP does; otherwise they are gathered in
+    compute precision, the next group while the present one is used.
+    """
+
+    model: nn.Module
+    """The Hugging Face model within the FSDP root."""
+    groups: list[tuple[FSDPModule, list[tuple[str, nn.Module, str]]]]
+    """Each FSDP module with the (name, owner, attribute) of its own parameters."""
+    buffers: list[tuple[str, Tensor]]
+    compute_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, root: nn.Module, model: nn.Module, compute_dtype: torch.dtype) -> WholeTensors:
+        owners = {id(m): m for m in root.modules() if isinstance(m, FSDPModule)}
+        members: dict[int, list[tuple[str, nn.Module, str]]] = {key: [] for key in owners}
+        seen: set[int] = set()
+
+        def visit(module: nn.Module, prefix: str, owner: int) -> None:
+            owner = id(module) if id(module) in owners else owner
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:  # a tied one goes once
+                    seen.add(id(parameter))
+                    members[owner].append((clean_name(prefix + name), module, name))
+            for name, child in module._modules.items():
+                if child is not None:
+                    visit(child, f"{prefix}{name}.", owner)
+
+        visit(model, "", id(root))
+        buffers = [
+            (clean_name(f"{prefix}.{name}" if prefix else name), buffer)
+            for prefix, module in model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        ]
+        groups: list[tuple[FSDPModule, list[tuple[str, nn.Module, str]]]] = [
+            (owners[key], names) for key, names in members.items() if names
+        ]
+        return cls(model, groups, buffers, compute_dtype)
+
+    def layout(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of each, in order."""
+        parameters = [
+            (name, tuple(getattr(owner, attribute).shape), self.compute_dtype)
+            for _, names in self.groups
+            for name, owner, attribute in names
+        ]
+        return parameters + [(name, tuple(b.shape), b.dtype) for name, b in self.buffers]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for module, _ in self.groups:
+            module.reshard()
+        single = all(_is_single(getattr(owner, a)) for _, names in self.groups for _, owner, a in names)
+        ahead = None if single else self.groups[0][0].unshard(async_op=True)
+        for number, (module, names) in enumerate(self.groups):
+            if ahead is not None:
+                ahead.wait()
+                following = self.groups[number + 1][0] if number + 1 < len(self.groups) else None
+                ahead = None if following is None else following.unshard(async_op=True)
+            for name, owner, attribute in names:
+                parameter = getattr(owner, attribute).detach()
+                yield name, parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if not single:
+                module.reshard()
+        yield from self.buffers
+
+
+def _is_single(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and parameter.to_local().shape == parameter.shape
 
 
 @contextmanager

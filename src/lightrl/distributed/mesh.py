@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightrl.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,26 @@ class World:
             for sender, part in enumerate(parts)
             for record in (outgoing[self.rank] if sender == self.rank else _decode(part))
         ]
+
+
+def deal(world: World, items: Sequence[T], ranks_per_engine: int = 1) -> list[T]:
+    """This rank's share of what is to be generated: only the first of `ranks_per_engine` consecutive ranks has one."""
+    if world.rank % ranks_per_engine:
+        return []
+    return list(items[world.rank // ranks_per_engine :: world.size // ranks_per_engine])
+
+
+def consecutive_group(world: World, size: int, key: str) -> Any:
+    """gloo group of the `size` consecutive ranks that this one is among, None for size 1. A collective.
+
+    UserError, naming the config's `key`, where the ranks do not divide.
+    """
+    if world.size % size:
+        raise UserError(f"{key}: {size} does not divide the {world.size} ranks of this run")
+    if size == 1:
+        return None
+    groups = [dist.new_group(list(range(s, s + size)), backend="gloo") for s in range(0, world.size, size)]
+    return groups[world.rank // size]
 
 
 def _encode(records: list[Any]) -> torch.Tensor:

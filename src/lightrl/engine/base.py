@@ -61,6 +61,8 @@ class Engine(Protocol):
 
     policy_version: int
     """Version of the weights that are loaded; -1 before the first load."""
+    borrows: bool
+    """Can it use the caller's own tensors (`load_weights` with `share=True`)?"""
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """All `n` answers of one request, in order. Call it concurrently: the engine batches what is in flight.
@@ -75,7 +77,8 @@ class Engine(Protocol):
         """Take named tensors (Hugging Face names) as the weights of `version`.
 
         With `share=True` the caller lends its tensors until `offload`: an engine in the same process may use them
-        without a copy. A name the engine does not know, or one that it misses, is a ValueError.
+        without a copy. A name the engine does not know, or one that it misses, is a ValueError. An engine that does not
+        borrow may go through `weights` more than once.
         """
 
     def flush_cache(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightrl.engine.base import SamplingParams
+from lightrl.engine.base import GenerateRequest, SamplingParams
 
 # The CDF is walked in two levels, blocks first: a full cumulative sum over V costs as much as the exponential itself.
 _BLOCK = 128
@@ -32,6 +32,28 @@ def check_sampling(params: SamplingParams) -> None:
         raise ValueError(f"top_k must be 0 (off) or positive, not {params.top_k}")
     if any(not s for s in params.stop):
         raise ValueError("a stop string is empty")
+
+
+def check_request(request: GenerateRequest, *, context_length: int, vocab_size: int, has_decoder: bool) -> None:
+    """Raise ValueError, naming the request, for one that no engine with these limits can ever serve."""
+    where = f"request {request.id!r}"
+    tokens = request.tokens
+    if request.n < 1:
+        raise ValueError(f"{where}: n must be at least 1, not {request.n}")
+    if request.seeds is not None and len(request.seeds) != request.n:
+        raise ValueError(f"{where}: {len(request.seeds)} seeds for {request.n} answers")
+    if not tokens:
+        raise ValueError(f"{where}: the prompt is empty")
+    if len(tokens) >= context_length:
+        raise ValueError(f"{where}: {len(tokens)} prompt tokens leave no room in a context of {context_length}")
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise ValueError(f"{where}: token ids must lie in 0..{vocab_size - 1}")
+    try:
+        check_sampling(request.sampling)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if request.sampling.stop and not has_decoder:
+        raise ValueError(f"{where}: stop strings need an engine that was given a tokenizer")
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from lightrl.engine.base import Completion, GenerateRequest
 from lightrl.engine.batch import Decode, Job, Row, Slots
 from lightrl.engine.hosted_model import HostedModel
 from lightrl.engine.kv_cache import KVCache, Segment, plan_spans
-from lightrl.engine.sampling import check_sampling, sample
+from lightrl.engine.sampling import check_request, sample
 from lightrl.types import Status
 
 _TAGS = ("weights", "kv_cache")
@@ -49,6 +49,7 @@ class TransformersEngine:
         trust_remote_code: bool = False,
     ) -> None:
         self.policy_version = -1
+        self.borrows = True
         self.device = torch.device(device)
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
@@ -109,28 +110,14 @@ class TransformersEngine:
             raise RuntimeError("the engine has no weights: call load_weights before generate")
 
     def _check(self, request: GenerateRequest) -> None:
-        where = f"request {request.id!r}"
-        tokens = request.tokens
         if request.id in self._jobs:
-            raise ValueError(f"{where} is under way already: ids must differ")
-        if request.n < 1:
-            raise ValueError(f"{where}: n must be at least 1, not {request.n}")
-        if request.seeds is not None and len(request.seeds) != request.n:
-            raise ValueError(f"{where}: {len(request.seeds)} seeds for {request.n} answers")
-        if not tokens:
-            raise ValueError(f"{where}: the prompt is empty")
-        if len(tokens) >= self.context_length:
-            raise ValueError(
-                f"{where}: {len(tokens)} prompt tokens leave no room in a context of {self.context_length}"
-            )
-        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
-            raise ValueError(f"{where}: token ids must lie in 0..{self._vocab_size - 1}")
-        try:
-            check_sampling(request.sampling)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        if request.sampling.stop and self._decode_text is None:
-            raise ValueError(f"{where}: stop strings need an engine that was given a tokenizer")
+            raise ValueError(f"request {request.id!r} is under way already: ids must differ")
+        check_request(
+            request,
+            context_length=self.context_length,
+            vocab_size=self._vocab_size,
+            has_decoder=self._decode_text is not None,
+        )
 
     def _adopt_loop(self) -> None:
         """The engine outlives event loops: leftovers of a closed one are dropped, a second live one is refused."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from torch import Tensor
@@ -15,16 +15,23 @@ class Lender(Protocol):
 
     def lend(self) -> Iterator[tuple[str, Tensor]]: ...
 
+    def stream(self) -> Iterable[tuple[str, Tensor]]: ...
+
     def reclaim(self) -> None: ...
 
 
 def sync_weights(policy: Lender, engine: Engine, version: int) -> None:
     """Give the engine version `version` of the policy's weights, until `release_engine`. A collective.
 
-    An engine in this process borrows the policy's whole tensors, so no second copy of the model exists.
+    An engine in this process borrows the policy's whole tensors, so no second copy of the model exists. One in another
+    process gets them layer by layer, before it takes memory for its KV cache: whole copies are never held beside it.
     """
-    engine.onload()
-    engine.load_weights(policy.lend(), version, share=True)
+    engine.onload(("weights",))
+    if engine.borrows:
+        engine.load_weights(policy.lend(), version, share=True)
+    else:
+        engine.load_weights(policy.stream(), version)
+    engine.onload(("kv_cache",))
 
 
 def release_engine(policy: Lender, engine: Engine) -> None:

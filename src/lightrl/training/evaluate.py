@@ -8,7 +8,7 @@ from typing import Any
 
 from lightrl.config.schema import Config, DataConfig, EvalSetConfig
 from lightrl.data import PromptSet, load_prompts
-from lightrl.distributed.mesh import World
+from lightrl.distributed.mesh import World, deal
 from lightrl.engine.base import Engine, SamplingParams
 from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
@@ -67,6 +67,7 @@ def evaluate(
     step: int,
     console: Console,
     writer: SampleWriter | None,
+    ranks_per_engine: int = 1,
 ) -> dict[str, float]:
     """Metrics of all sets, equal on every rank. Prompts are dealt out over ranks; the weights are in the engine.
 
@@ -75,7 +76,7 @@ def evaluate(
     metrics: dict[str, float] = {}
     for eval_set in sets:
         spec = eval_set.config
-        prompts = list(enumerate(eval_set.prompts))[world.rank :: world.size]
+        prompts = deal(world, list(enumerate(eval_set.prompts)), ranks_per_engine)
         with console.progress(f"evaluating {spec.name}", total=len(prompts) * spec.samples_per_prompt) as bar:
             groups = run_async(
                 collect(

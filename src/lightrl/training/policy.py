@@ -115,6 +115,10 @@ class Policy:
         fsdp.unshard_all(self.module)
         return fsdp.named_whole_tensors(self.model)
 
+    def stream(self) -> fsdp.WholeTensors:
+        """Names and whole weights one FSDP group at a time, for an engine elsewhere. Iterating is a collective."""
+        return fsdp.WholeTensors.of(self.module, self.model, self.compute_dtype)
+
     def reclaim(self) -> None:
         """Back to shards; what was lent is freed."""
         fsdp.reshard_all(self.module)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from lightrl.config.schema import AlgorithmConfig, Config, EngineConfig
-from lightrl.distributed.mesh import World
+from lightrl.config.schema import AlgorithmConfig, Config, EngineConfig, SyncConfig
+from lightrl.distributed.mesh import World, consecutive_group
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError
 from lightrl.models import load
@@ -33,9 +34,23 @@ def load_reference(config: Config, world: World) -> Policy | None:
 
 
 def build_engine(
-    config: EngineConfig, policy: Policy, tokenizer: Any, context_length: int, trust_remote_code: bool = False
+    config: EngineConfig,
+    policy: Policy,
+    tokenizer: Any,
+    context_length: int,
+    trust_remote_code: bool = False,
+    *,
+    sync: SyncConfig | None = None,
+    world: World | None = None,
+    run_dir: Path = Path("."),
+    seed: int = 0,
 ) -> Engine:
-    """What `engine.kind` names. A new engine is added here."""
+    """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`."""
+    if config.kind == "sglang":
+        assert world is not None, "SGLang's engine needs to know its ranks"
+        return _build_sglang(
+            config, sync or SyncConfig(), policy, tokenizer, context_length, trust_remote_code, world, run_dir, seed
+        )
     from lightrl.engine.transformers import TransformersEngine
 
     return TransformersEngine(
@@ -48,6 +63,41 @@ def build_engine(
         max_prefill_tokens=config.max_prefill_tokens,
         context_length=context_length,
         trust_remote_code=trust_remote_code,
+    )
+
+
+def _build_sglang(
+    config: EngineConfig,
+    sync: SyncConfig,
+    policy: Policy,
+    tokenizer: Any,
+    context_length: int,
+    trust_remote_code: bool,
+    world: World,
+    run_dir: Path,
+    seed: int,
+) -> Engine:
+    from lightrl.engine.sglang import Model, SGLangEngine
+
+    text_config = policy.hf_config.get_text_config()
+    return SGLangEngine(
+        Model(
+            path=policy.source,
+            layout=policy.stream().layout(),
+            eos_token_ids=load.eos_token_ids(str(policy.source), policy.hf_config, tokenizer),
+            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+            dtype=policy.compute_dtype,
+            context_length=min(context_length, int(text_config.max_position_embeddings)),
+            vocab_size=int(text_config.vocab_size),
+            trust_remote_code=trust_remote_code,
+        ),
+        config,
+        sync,
+        device=policy.device,
+        seed=seed,
+        log_dir=run_dir / "engine",
+        group=consecutive_group(world, config.tensor_parallel, "engine.tensor_parallel"),
+        member=world.rank % config.tensor_parallel,
     )
 
 

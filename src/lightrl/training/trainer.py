@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightrl.config.dump import dump_toml
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
-from lightrl.distributed.mesh import init_world, set_deterministic
+from lightrl.distributed.mesh import deal, init_world, set_deterministic
 from lightrl.engine.base import SamplingParams
 from lightrl.errors import UserError
 from lightrl.models import load
@@ -101,7 +101,15 @@ class Trainer:
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(updates_done=0)
         self.engine = setup.build_engine(
-            config.engine, self.policy, self.tokenizer, self.context_length, config.model.trust_remote_code
+            config.engine,
+            self.policy,
+            self.tokenizer,
+            self.context_length,
+            config.model.trust_remote_code,
+            sync=config.sync,
+            world=self.world,
+            run_dir=self.run_dir,
+            seed=config.run.seed,
         )
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
         self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
@@ -153,7 +161,7 @@ class Trainer:
     def collect(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
         """This rank's share of the prompts, sampled and scored. The weights are in the engine."""
         first = self.steps_done * self.config.rollout.prompts_per_step
-        mine = list(enumerate(prompts, start=first))[self.world.rank :: self.world.size]
+        mine = deal(self.world, list(enumerate(prompts, start=first)), self.config.engine.tensor_parallel)
         group_size = self.config.rollout.group_size
         with self.console.progress("generating", total=len(mine) * group_size) as bar:
             groups = run_async(
@@ -262,6 +270,7 @@ class Trainer:
                 step=self.steps_done,
                 console=self.console,
                 writer=self.writer,
+                ranks_per_engine=self.config.engine.tensor_parallel,
             )
             release_engine(self.policy, self.engine)
         self.console.evaluation(self.steps_done, metrics)

@@ -1,0 +1,292 @@
+"""The process that holds SGLang: `python -m lightrl.engine.sglang_host FD`, started by `engine/sglang.py`.
+
+The only module that imports sglang. What differs between its versions is here and nowhere else. SGLang sets signal
+handlers, event-loop policies and environment variables, and ends all child processes when it shuts down: in a process
+of its own it does so to nobody else, and when it dies the trainer lives to say why. No port is opened but SGLang's own
+rendezvous on loopback; messages come over an inherited socket pair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import difflib
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from lightrl.engine import sglang_frames as frames
+
+# Set from `[engine]` and `[model]`, or needed for what the trainer does with the engine.
+_OURS = {
+    "model_path": "model.path",
+    "tp_size": "engine.tensor_parallel",
+    "mem_fraction_static": "engine.memory_fraction",
+    "max_running_requests": "engine.max_batch",
+    "max_prefill_tokens": "engine.max_prefill_tokens",
+    "trust_remote_code": "model.trust_remote_code",
+    "base_gpu_id": "the rank's own GPU",
+    "skip_tokenizer_init": "always on: ids go in and out",
+    "enable_memory_saver": "always on",
+    "custom_weight_loader": "LightRL's own",
+    "host": "loopback",
+    "port": "a free one",
+    "random_seed": "run.seed",
+}
+
+
+def main() -> None:
+    """Start the engine that the first message describes, then serve messages until the socket closes."""
+    _die_with_parent()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    first = frames.read(connection)
+    if first is None:
+        return
+    try:
+        engine = _start(first)
+    except BaseException as error:
+        traceback.print_exc()
+        kind = "user_error" if isinstance(error, _WrongArgument) else "error"
+        connection.sendall(frames.encode({"id": 0, kind: str(error) or type(error).__name__}))
+        raise SystemExit(1) from None
+    connection.sendall(frames.encode({"id": 0, "result": {"seeds": _honours_seeds(engine)}}))
+    connection.setblocking(False)
+    engine.loop.run_until_complete(_Service(engine, connection).run())
+    engine.shutdown()
+
+
+class _WrongArgument(ValueError):
+    """A key of `[engine.args]` that SGLang does not know, or that is not the user's to set."""
+
+
+def _die_with_parent() -> None:
+    """The kernel ends this process when the trainer is gone, however it went; SGLang's own children do the same."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() == 1:
+            raise SystemExit("the trainer is gone")
+
+
+def _start(message: dict[str, Any]) -> Any:
+    import sglang
+    from sglang.srt.server_args import ServerArgs
+
+    known = {field.name for field in dataclasses.fields(ServerArgs)}
+    check_arguments(message["args"], known)
+    arguments = _defaults(message["settings"], known) | message["args"]
+    return sglang.Engine(**arguments)
+
+
+def check_arguments(args: dict[str, Any], known: set[str]) -> None:
+    """Raise for keys of `[engine.args]` that SGLang lacks (with the nearest that it has) or that LightRL sets."""
+    for name in args:
+        if name in _OURS:
+            raise _WrongArgument(f"engine.args.{name}: set by LightRL ({_OURS[name]}); remove it")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"SGLang has {', '.join(sorted(known))}"
+            raise _WrongArgument(f"engine.args.{name}: SGLang has no such argument; {hint}")
+
+
+def _defaults(settings: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` for our settings, under the names of the installed version."""
+    receiver = "lightrl.engine.sglang_receiver."
+    max_batch = settings["max_batch"]
+    arguments: dict[str, Any] = {
+        "model_path": settings["model_path"],
+        "dtype": settings["dtype"],
+        "trust_remote_code": settings["trust_remote_code"],
+        "context_length": settings["context_length"],
+        "tp_size": settings["tensor_parallel"],
+        "base_gpu_id": settings["gpu"],
+        "random_seed": settings["seed"],
+        "mem_fraction_static": settings["memory_fraction"],
+        "max_running_requests": max_batch,
+        "max_prefill_tokens": settings["max_prefill_tokens"],
+        "host": "127.0.0.1",
+        "port": settings["port"],
+        "load_format": "dummy",  # the trainer sends the weights before anything is generated
+        "skip_tokenizer_init": True,
+        "enable_memory_saver": True,
+        "custom_weight_loader": [receiver + name for name in ("open_buffers", "receive", "verify")],
+        "log_level": "warning",
+        "sampling_backend": "pytorch",  # FlashInfer's is compiled at the first start, and takes no seeds
+        "grammar_backend": "none",
+        "disable_custom_all_reduce": settings["tensor_parallel"] > 1,  # it wants NVLink multicast
+        # 58 captures by default: minutes, and prompts are long enough to fill the GPU without
+        "disable_prefill_cuda_graph": True,
+        "disable_piecewise_cuda_graph": True,
+        "cuda_graph_max_bs_decode": max_batch,
+        "cuda_graph_max_bs": max_batch,
+    }
+    if settings["capability"] == [9, 0]:
+        arguments["attention_backend"] = "fa3"
+    if "cuda_graph_max_bs_decode" in known:
+        del arguments["cuda_graph_max_bs"]  # its older name, kept as an alias
+    if "disable_prefill_cuda_graph" in known:
+        del arguments["disable_piecewise_cuda_graph"]
+    return {name: value for name, value in arguments.items() if name in known and value is not None}
+
+
+def _honours_seeds(engine: Any) -> bool:
+    return bool(getattr(engine.server_args, "enable_deterministic_inference", False))
+
+
+class _Service:
+    """Answers messages; every one runs as a task of its own."""
+
+    def __init__(self, engine: Any, connection: socket.socket) -> None:
+        self._engine = engine
+        self._manager = engine.tokenizer_manager
+        self._connection = connection
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._live: set[str] = set()
+        self._aborted: set[str] = set()
+        self._closing = asyncio.Event()
+
+    async def run(self) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=1 << 20)
+        reading = asyncio.create_task(self._read(reader))
+        await self._closing.wait()
+        reading.cancel()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        import json
+
+        try:
+            while True:
+                length = int.from_bytes(await reader.readexactly(8), "big")
+                message = json.loads(await reader.readexactly(length))
+                task = asyncio.create_task(self._answer(message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the trainer is gone or has closed
+        finally:
+            self._closing.set()
+
+    async def _answer(self, message: dict[str, Any]) -> None:
+        operation: Callable[..., Coroutine[Any, Any, Any]] = getattr(self, f"_do_{message['op']}")
+        try:
+            answer: dict[str, Any] = {"result": await operation(message)}
+        except ValueError as error:
+            answer = {"value_error": str(error)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        if not self._closing.is_set():
+            self._writer.write(frames.encode({"id": message["id"]} | answer))
+
+    # ---- operations
+
+    async def _do_generate(self, message: dict[str, Any]) -> dict[str, Any]:
+        """One answer. With `watch`, what there is so far goes out now and then as `{"id": …, "partial": …}`."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        extra = {"return_sampling_mask": True} if message["truncated"] else {}
+        request = GenerateReqInput(
+            input_ids=message["tokens"],
+            sampling_params=message["sampling"],
+            rid=message["rid"],
+            return_logprob=True,
+            stream=message["watch"],
+            **extra,
+        )
+        rid = message["rid"]
+        output: dict[str, Any] = {"meta_info": {}}
+        self._live.add(rid)
+        try:
+            async for output in self._manager.generate_request(request, None):
+                if message["watch"]:
+                    partial = _completion(output, message["truncated"])
+                    self._writer.write(frames.encode({"id": message["id"], "partial": partial}))
+        except Exception:
+            if rid not in self._aborted:
+                raise
+            return _completion(output, message["truncated"]) | {"reason": "abort"}  # cut off before it ran
+        finally:
+            self._live.discard(rid)
+            self._aborted.discard(rid)
+        return _completion(output, message["truncated"])
+
+    async def _do_abort(self, message: dict[str, Any]) -> None:
+        """SGLang ignores ids that it has not queued yet: repeat until they are gone."""
+        self._aborted |= self._live & set(message["rids"])
+        for _ in range(100):
+            if not (left := self._live & set(message["rids"])):
+                return
+            for rid in left:
+                self._manager.abort_request(rid=rid)
+            await asyncio.sleep(0.02)
+
+    async def _do_update(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Weights: `payloads` one a tensor-parallel rank, in base64; `loader` says how they are read."""
+        import base64
+
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[base64.b64decode(payload) for payload in message["payloads"]],
+            load_format=message["loader"],
+            flush_cache=message["flush"],
+            weight_version=message.get("version"),
+        )
+        done, text = await self._manager.update_weights_from_tensor(request, None)
+        if not done:
+            raise RuntimeError(text)
+        return {}
+
+    async def _do_flush(self, _: dict[str, Any]) -> None:
+        await self._idle()
+
+    async def _do_release(self, message: dict[str, Any]) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self._idle()  # SGLang ends its scheduler when it is asked while a last batch is still being put away
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=message["tags"]), None)
+
+    async def _do_resume(self, message: dict[str, Any]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=message["tags"]), None)
+
+    async def _do_pids(self, _: dict[str, Any]) -> list[int]:
+        return [int(pid) for pid in self._engine.get_all_child_pids()]
+
+    async def _do_close(self, _: dict[str, Any]) -> None:
+        asyncio.get_running_loop().call_later(0.1, self._closing.set)
+
+    async def _idle(self) -> None:
+        """Flush the prefix cache, which SGLang does only when nothing runs: so it also tells when that is."""
+        for _ in range(400):
+            if (await self._manager.flush_cache()).success:
+                return
+            await asyncio.sleep(0.005)
+        raise RuntimeError("requests are still under way")
+
+
+def _completion(output: dict[str, Any], truncated: bool) -> dict[str, Any]:
+    meta = output["meta_info"]
+    reason = meta.get("finish_reason") or {}
+    if truncated:
+        logprobs = meta.get("output_token_sampling_logprobs") or []
+    else:
+        logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or []]
+    return {
+        "tokens": list(output.get("output_ids") or []),
+        "logprobs": logprobs,
+        "reason": reason.get("type"),
+        "matched": str(reason.get("matched")),
+        "message": str(reason.get("message", "")),
+        "version": meta.get("weight_version"),
+    }
+
+
+if __name__ == "__main__":
+    main()
