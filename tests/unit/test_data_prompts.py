@@ -239,6 +239,22 @@ def test_bad_rows_are_named(tokenizer: Any, write: Write, row: Any, options: dic
     assert "more bad row" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (b'{"input": "1", "n": %s}' % (b"7" * 5000), r":2: not usable JSON: .*: write long numbers as strings"),
+        (b'{"input": "1 \\ud83d"}', r":2: field 'input' .*lone surrogate such as \\ud800.*: correct or remove"),
+        ({"input": "1", "metadata": '{"a": ' + "7" * 5000 + "}"}, r":2: .*must be an object, found a string"),
+        ({"input": "1", "metadata": "[" * 100_000}, r":2: .*must be an object, found a string"),
+    ],
+    ids=["number too long", "half a character", "metadata with such a number", "metadata nested too deep"],
+)
+def test_rows_that_python_or_a_tokenizer_does_not_take(tokenizer: Any, write: Write, row: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        load(tokenizer, write({"input": "1"}, row))
+    assert len(str(caught.value)) < 1000
+
+
 def test_the_first_bad_row_is_told_and_the_others_counted(tokenizer: Any, write: Write) -> None:
     path = write({"input": "1"}, {"x": 1}, b"{", {"input": "2"}, {"input": 3})
     with pytest.raises(DataError, match=r"train.jsonl:2: no field 'input'.* \(and 2 more bad rows\)$"):
@@ -294,6 +310,9 @@ def test_paths_that_cannot_work(tokenizer: Any, write: Write, tmp_path: Path) ->
         assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=r"data.path is not set"):
         load(tokenizer, "")
+    for name in (" ", "a\0b"):
+        with pytest.raises(DataError, match=r"data.path: .* names no file"):
+            load(tokenizer, [path, name])
 
 
 def test_a_missing_hub_dataset_is_one_line(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,11 @@ class RowReader:
             text = self._render(messages := self._with_system_prompt(messages), tools)
         if not text:
             raise _RowError(f"field {config.input_key!r} (data.input_key) is empty: remove the row")
+        if not _encodable(text):
+            raise _RowError(
+                f"field {config.input_key!r} (data.input_key) holds half a character (a lone surrogate such as "
+                "\\ud800), which no tokenizer takes: correct or remove the row"
+            )
         return Prompt(
             index=0, tokens=[], text=text, messages=messages, label=label, metadata=metadata, tools=tools, source=source
         )
@@ -106,7 +111,7 @@ class RowReader:
         if isinstance(value, str) and value.strip():
             try:
                 value = json.loads(value)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 raise _RowError(f"field {name!r} (data.{key}) must be {kind_name}, found a string") from None
         if value is None or value == "":
             return None
@@ -148,6 +153,14 @@ class RowReader:
             return str(self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs))
         except Exception as error:  # templates are programs: they raise whatever they like
             raise _RowError(f"the chat template failed: {one_line(error)}") from error
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _kind(value: Any) -> str:

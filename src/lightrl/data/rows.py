@@ -21,6 +21,8 @@ def read_rows(path: str, split: str, bad: BadRows) -> Iterator[tuple[str, dict[s
 
     Raises DataError when the path as a whole is unusable: missing, unreadable, empty, or an empty slice.
     """
+    if not path.strip() or "\0" in path:
+        raise DataError(f"data.path: {path!r} names no file: give a jsonl or parquet file, a folder or a hub dataset")
     location, rows = split_slice(path)
     file = Path(location).expanduser()
     if file.is_file() and file.suffix in JSON_LINES:
@@ -64,6 +66,8 @@ def _json_lines(file: Path, name: str, rows: slice, bad: BadRows) -> Iterator[tu
             bad.add(f"{source}: not valid JSON: {error.msg} at column {error.colno}: {hint}")
         except RecursionError:
             bad.add(f"{source}: not valid JSON: nested too deep")
+        except ValueError as error:  # JSON that Python does not take: a number of thousands of digits
+            bad.add(f"{source}: not usable JSON: {one_line(error)}: write long numbers as strings")
         else:
             if isinstance(row, dict):
                 yield source, row
