@@ -205,6 +205,13 @@ def test_gpqa_reads_choices_from_metadata() -> None:
     assert grade("gpqa", "", "blue", metadata=metadata) == 0
 
 
+def test_gpqa_takes_time_in_proportion_to_the_response() -> None:
+    """A run of spaces once cost the square of its length: minutes, and no time limit ends one regex search."""
+    spaces = " " * 40_000
+    assert grade("gpqa", f"answer{spaces}!", "C") == grade("gpqa", f"A is{spaces}!", "C") == 0
+    assert grade("gpqa", f"answer{spaces}C", "C") == grade("gpqa", f"A is{spaces}the correct", "A") == 1
+
+
 def test_dapo_returns_the_answer_it_found() -> None:
     value = function_of(RULES["dapo"].grade)(Answer(response="Answer: 7 cm", label="5"))
     assert value == {"score": -1.0, "acc": False, "pred": "7"}

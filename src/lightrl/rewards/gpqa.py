@@ -8,9 +8,10 @@ import string
 from lightrl.rewards.answer import Answer
 from lightrl.rewards.box import TAIL
 
+# `\s*+` gives nothing back: with `\s*`, a run of n spaces would be split between two of them in n ways.
 _STATED = (
-    re.compile(r"(?i:answer|option|choice)\s*(?i:is|:)?\s*\(?([A-Z]|[b-hj-z])\b"),  # lower-case a and i are words
-    re.compile(r"\b([A-Z]|[b-hj-z])\)?\s*(?i:is)\s*(?i:the)?\s*(?i:correct)"),
+    re.compile(r"(?i:answer|option|choice)\s*+(?i:is|:)?\s*+\(?([A-Z]|[b-hj-z])\b"),  # lower-case a and i are words
+    re.compile(r"\b([A-Z]|[b-hj-z])\)?\s*+(?i:is)\s*+(?i:the)?\s*+(?i:correct)"),
 )
 _LETTER = re.compile(r"\b([A-Z])\b")
 

@@ -59,6 +59,8 @@ def _checked(position: int, prompt: Prompt, name: str, rule: Rule) -> _Problem |
         function_of(rule.check)(Answer(response="", label=prompt.label, metadata=prompt.metadata))
     except ValueError as error:
         return _problem(position, prompt, name, str(error))
+    except Exception as error:  # metadata of a kind that the rule does not expect
+        return _problem(position, prompt, name, f"the row cannot be graded ({type(error).__name__}: {error})")
     return None
 
 
