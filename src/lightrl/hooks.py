@@ -32,7 +32,7 @@ def load(path: str, key: str) -> Callable[..., Any]:
                 f"{key} = {path!r}: no module {error.name!r} in {here} or among the installed packages"
             ) from error
         raise UserError(f"{key} = {path!r}: {module_name} imports {error.name!r}, which is not installed") from error
-    except Exception as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # whatever the user's module raises, or a script that ends itself
         text = " ".join(str(error).split())[:300]
         raise UserError(f"{key} = {path!r}: importing {module_name} raised {type(error).__name__}: {text}") from error
     function = getattr(module, name, None)

@@ -226,6 +226,11 @@ def test_wrong_names_are_errors_at_once(config: dict[str, Any], message: str) ->
     assert "\n" not in str(caught.value)
 
 
+def test_a_reward_that_is_no_function_is_an_error_at_once() -> None:
+    with pytest.raises(UserError, match=r"reward= takes a function, not a str; one that is named goes into"):
+        Scorer(RewardConfig(), custom="my_module:f")  # type: ignore[arg-type]
+
+
 # ---- thinking ----
 
 THOUGHTS = [  # response, end of the prompt, missing

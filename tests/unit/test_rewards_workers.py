@@ -129,6 +129,8 @@ def test_labels_are_checked_before_the_model_loads() -> None:
             r"^train.jsonl:2: no reward: set reward.type, or metadata",
         ),
         ([prompt("x", 1)], "number", r"^train.jsonl:1: the label 'x' is not a number"),
+        ([prompt(float("nan"), 1)], "gpqa", r"^train.jsonl:1: .*NaN"),
+        ([prompt("A", 1, choices=5)], "gpqa", r"^train.jsonl:1: the row cannot be graded \(TypeError: "),
     ],
 )
 def test_rows_that_cannot_be_scored(rows: list[Prompt], type_: str, message: str) -> None:
@@ -146,6 +148,7 @@ def test_a_function_of_the_working_directory(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "my_rewards.py").write_text("def length(sample):\n    return len(sample.response)\n")
     (tmp_path / "my_broken.py").write_text("1 / 0\n")
     (tmp_path / "my_needs.py").write_text("import no_such_package_here\n")
+    (tmp_path / "my_script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['x'])\n")
     scorer = Scorer(RewardConfig(type="my_rewards:length"))
     sample = Sample(prompt=prompt(None), group_index=0, index=0, tokens=[1], response_length=0, response="four")
     asyncio.run(scorer.score([sample]))
@@ -153,5 +156,7 @@ def test_a_function_of_the_working_directory(tmp_path: Path, monkeypatch: pytest
     scorer.close()
     with pytest.raises(UserError, match=r"importing my_broken raised ZeroDivisionError: division by zero"):
         Scorer(RewardConfig(type="my_broken:f"))
+    with pytest.raises(UserError, match=r"importing my_script raised SystemExit: 2"):
+        Scorer(RewardConfig(type="my_script:f"))
     with pytest.raises(UserError, match=r"my_needs imports 'no_such_package_here', which is not installed"):
         Scorer(RewardConfig(type="my_needs:f"))

@@ -48,6 +48,10 @@ class Scorer:
         self.config = config
         self._custom_wins = custom is not None
         self._custom = custom
+        if custom is not None and not callable(custom):
+            raise UserError(
+                f"reward= takes a function, not a {type(custom).__name__}; one that is named goes into reward.type"
+            )
         if custom is None and ":" in config.type:
             self._custom = hooks.load(config.type, "reward.type")
         elif custom is None and config.type:
