@@ -21,10 +21,11 @@ from lightrl.config.problems import ConfigError, Problems
 from lightrl.config.schema import Config
 from lightrl.config.sources import Sources, short
 
-__all__ = ["ConfigError", "dump_toml", "load_config", "load_for_run"]
+__all__ = ["ConfigError", "dump_toml", "load_config", "load_for_run", "run_dir_fault"]
 
 _UNKNOWN = "unexpected_keyword_argument"
 _RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+_LOCAL = ("./", "../", "/", "~")
 _SLICE = re.compile(r"@\[[^\[\]]*\]$")
 
 
@@ -179,16 +180,31 @@ def _check_files(config: Config, sources: Sources) -> None:
         files = [(("data", "path"), config.data.path)]
     files += [(("eval", "sets", i, "path"), s.path) for i, s in enumerate(config.eval.sets)]
     for key, value in files:
-        place = _SLICE.sub("", value)
-        if _is_local(place) and not FilePath(place).exists():
+        place = value if FilePath(value).expanduser().exists() else _SLICE.sub("", value)
+        if _is_local(place) and not FilePath(place).expanduser().exists():
             _add(sources, key, f"no such file or folder: {place}")
     for name in ("path", "tokenizer", "reference_path"):
         value = getattr(config.model, name)
-        if value and value.startswith(("./", "../", "/")) and not FilePath(value).exists():
+        if value and value.startswith(_LOCAL) and not FilePath(value).expanduser().exists():
             _add(sources, ("model", name), f"no such folder: {value}")
+    if (fault := run_dir_fault(config.run.dir)) is not None:
+        _add(sources, "run.dir", fault)
+
+
+def run_dir_fault(name: str) -> str | None:
+    """Why a run cannot write into this folder (which need not exist yet), None if it can."""
+    if not name.strip():
+        return "empty; name a folder for the run"
+    folder = FilePath(name).expanduser().absolute()
+    there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not there.is_dir():
+        return f"{there} is not a folder; name another place"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"no permission to write in {there}; name another place"
+    return None
 
 
 def _is_local(place: str) -> bool:
     if any(sign in place for sign in "*?[") or "://" in place:
         return False
-    return place.startswith(("./", "../", "/")) or place.endswith((".jsonl", ".parquet"))
+    return place.startswith(_LOCAL) or place.endswith((".jsonl", ".parquet"))
