@@ -131,6 +131,17 @@ def test_nothing_but_nulls(tmp_path: Path) -> None:
     Page(write_report(run)[0].read_text(encoding="utf-8"))
 
 
+def test_values_beyond_drawing(tmp_path: Path) -> None:
+    """A run that blew up: nothing overflows on the way to the page."""
+    rows = [
+        {"step": i, "reward/mean": value, "time/total": 1.0} for i, value in enumerate([1e308, -1e308, 1e-320, 1.0])
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page, curve = write_report(tmp_path)
+    assert "mean reward" in Page(page.read_text(encoding="utf-8")).text
+    assert curve.is_file()
+
+
 def test_the_page_stays_small_whatever_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rundata, "MAX_SAMPLES", 12)
     monkeypatch.setattr(rundata, "MAX_DUMPS", 4)

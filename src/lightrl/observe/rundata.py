@@ -141,7 +141,7 @@ def spread(items: Sequence[Any], limit: int) -> list[Any]:
 
 
 def number_of(value: Any) -> Value:
-    """The value when it is a finite number, else None."""
+    """The value when it is a number that can be drawn (differences and sums of a few stay finite), else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if abs(value) < float("inf") else None
+    return float(value) if abs(value) < 1e300 else None
