@@ -253,6 +253,25 @@ def test_bad_keywords() -> None:
     assert problems(optim={"lr": None}) == ["optim.lr: expected a number, got null"]
 
 
+def test_what_would_fail_later() -> None:
+    sets = [{"name": "a b", "path": "p"}, {"name": "a/b", "path": "p"}, {"name": " ", "path": "p", "temperature": 1e-9}]
+    assert problems(rollout={"stop": ["x", ""], "stop_token_ids": [5, -1]}, eval={"sets": sets}) == [
+        "rollout.stop: an empty string is in every response; remove it",
+        "rollout.stop_token_ids: token ids are not negative",
+        "eval.sets: a temperature is 0 (greedy) or at least 0.01",
+        "eval.sets: a set's name has 1 to 80 characters",
+        "eval.sets: 'a b' and 'a/b' would write the same files; rename one",
+    ]
+    assert problems(
+        run={"seed": 2**64}, rollout={"temperature": 1e-300}, reward={"timeout": 1e300}, parallel={"timeout": 1e300}
+    ) == [
+        "run.seed: must be >= 0 and < 18446744073709551616, got 18446744073709551616",
+        "reward.timeout: must be > 0 and <= 10000000, got 1e+300",
+        "rollout.temperature: must be >= 0.01, got 1e-300",
+        "parallel.timeout: must be > 0 and <= 10000000, got 1e+300",
+    ]
+
+
 def test_a_problem_is_at_the_source_that_won() -> None:
     Path("a.toml").write_text('[optim]\nlr = -1\n\n[[eval.sets]]\nname = "a"\npath = "p"\ntop_p = 3\n')
     Path("b.toml").write_text("\n\n[optim]\nlr = -2\n[eval]\nsets = [{name = 'b', path = 'p', top_k = -1}]\n")
@@ -391,7 +410,7 @@ FULL = Config(
         temperature=0.6,
         top_p=0.9,
         top_k=5,
-        stop=["\n\n", "###", ""],
+        stop=["\n\n", "###"],
         stop_token_ids=[0, 151645],
         truncated="mask",
     ),
@@ -492,7 +511,7 @@ def test_dump_of_random_text_and_numbers() -> None:
         text = ["".join(rng.choices(alphabet, k=rng.randrange(8))) for _ in range(6)]
         config = load_config(
             data={"system_prompt": text[0], "chat_template_kwargs": {text[1]: {text[2]: [text[3], rng.random()]}}},
-            rollout={"stop": text[4:]},
+            rollout={"stop": [f"{each}." for each in text[4:]]},
             optim={"lr": rng.random() * 10.0 ** rng.randrange(-300, 300), "eps": 5e-324},
         )
         assert tomllib.loads(dump_toml(config))["data"]["system_prompt"] == text[0]

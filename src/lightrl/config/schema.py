@@ -6,6 +6,7 @@ and `--help` answer at once. Optional fields default to None, because TOML has n
 
 from __future__ import annotations
 
+import re
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,9 @@ Count = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, le=10**7)]
+LOWEST_TEMPERATURE = 0.01
+"""Below, float32 log-probs of what was sampled are no longer told from rounding; greedy (0) is for evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -29,7 +33,7 @@ class RunConfig:
     """Folder of this run: resolved config, metrics, checkpoints, samples."""
     steps: PositiveInt = 100
     """Steps to train; a step is one collection of samples and the updates on it."""
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Seed of data order, sampling and initialisation."""
     resume: bool = True
     """Continue from the newest committed checkpoint in `dir`; false refuses a folder that already holds a run."""
@@ -96,13 +100,13 @@ class RewardConfig:
     """How samples are scored."""
 
     type: str = ""
-    """Name of a rule (math, deepscaler, dapo, f1, gpqa, random, exact; `boxed_NAME` grades the last box), or
+    """Name of a rule (math, deepscaler, dapo, f1, gpqa, number, exact, random; `boxed_NAME` grades the last box), or
     `package.module:function`. A row's `metadata.rm_type` wins. Required unless every row names one."""
     key: str | None = None
     """Which entry of a dict reward is the number to train on."""
     batched: bool = False
     """A custom function takes lists: one call a group, one result a sample."""
-    timeout: PositiveFloat = 30.0
+    timeout: Seconds = 30.0
     """Seconds one reward call may take."""
     max_failure_rate: Fraction = 0.1
     """Failed samples are left out; a step with a larger share of them stops the run with the first traceback."""
@@ -122,7 +126,7 @@ class RolloutConfig:
     """Samples a prompt."""
     max_response_tokens: PositiveInt = 1024
     """Longest response."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=LOWEST_TEMPERATURE)] = 1.0
     """Sampling temperature; the trainer's log-probs use the same."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling. Below 1 the engine's distribution is no longer the one that is trained."""
@@ -234,7 +238,7 @@ class ParallelConfig:
     """Packed tokens in one forward, a rank. A longer single sample gets a microbatch of its own."""
     share_prompts: bool = True
     """Compute a prompt once for all its samples in a microbatch, where the attention allows it."""
-    timeout: PositiveFloat = 1800.0
+    timeout: Seconds = 1800.0
     """Seconds a collective may wait before the run is ended with an error."""
 
 
@@ -371,12 +375,34 @@ class Config:
         if self.eval.every and not self.eval.sets:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         problems += self._engine_problems()
-        names = [s.name for s in self.eval.sets]
-        problems += [
-            ("eval.sets", f"two sets are named {n!r}") for n in sorted({n for n in names if names.count(n) > 1})
-        ]
+        problems += self._sampling_problems() + self._set_problems()
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
+        return problems
+
+    def _sampling_problems(self) -> list[tuple[str, str]]:
+        problems = []
+        if "" in self.rollout.stop:
+            problems.append(("rollout.stop", "an empty string is in every response; remove it"))
+        if any(token < 0 for token in self.rollout.stop_token_ids):
+            problems.append(("rollout.stop_token_ids", "token ids are not negative"))
+        if any(0 < s.temperature < LOWEST_TEMPERATURE for s in self.eval.sets):
+            problems.append(("eval.sets", f"a temperature is 0 (greedy) or at least {LOWEST_TEMPERATURE}"))
+        return problems
+
+    def _set_problems(self) -> list[tuple[str, str]]:
+        """Names of sets are in metrics and, with other characters replaced, in files."""
+        names = [s.name for s in self.eval.sets]
+        problems = [
+            ("eval.sets", f"two sets are named {n!r}") for n in sorted({n for n in names if names.count(n) > 1})
+        ]
+        if any(not 0 < len(n.strip()) <= 80 for n in names):
+            problems.append(("eval.sets", "a set's name has 1 to 80 characters"))
+        files: dict[str, str] = {}
+        for name in dict.fromkeys(names):
+            other = files.setdefault(re.sub(r"[^\w.-]+", "-", name), name)
+            if other != name:
+                problems.append(("eval.sets", f"{other!r} and {name!r} would write the same files; rename one"))
         return problems
 
     def _engine_problems(self) -> list[tuple[str, str]]:
