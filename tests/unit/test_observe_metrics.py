@@ -71,6 +71,15 @@ def test_ranks_with_unequal_samples_merge_to_the_metrics_of_one_process() -> Non
     assert list(merged) == list(whole)
 
 
+def test_numbers_of_a_dict_reward_are_metrics() -> None:
+    answers = group(0, [1.0, 0.0, None], [1, 2, 3], status={2: Status.FAILED})
+    parts: list[dict[str, Any]] = [{"acc": True, "big": 10**400}, {"acc": False, "pred": "7", "x": 0.5}, {"acc": True}]
+    for sample, extras in zip(answers.samples, parts, strict=True):
+        sample.metadata["reward"] = extras
+    found = {n: v for n, v in rollout_metrics([answers], 8).result().items() if n.startswith("reward/parts/")}
+    assert found == {"reward/parts/acc": 0.5, "reward/parts/x": 0.5}
+
+
 def test_all_samples_failed_leaves_rewards_out() -> None:
     m = rollout_metrics([group(0, [None, None], [1, 2], status={0: Status.FAILED, 1: Status.FAILED})], 8).result()
     assert m["rollout/failed_share"] == 1.0

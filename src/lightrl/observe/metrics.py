@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Literal
 
-from lightrl.types import SampleGroup, Status
+from lightrl.types import Sample, SampleGroup, Status
 
 Kind = Literal["mean", "sum", "min", "max", "std"]
 
@@ -108,6 +108,8 @@ def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int) -> 
         rewards = [float(s.reward) for s in group.scored if s.reward is not None]
         for kind in ("mean", "std", "max", "min"):
             tally.extend(f"reward/{kind}", rewards, kind=kind)
+        for sample in group.scored:
+            _add_parts(tally, sample)
         if rewards:
             tally.add("reward/group_std_mean", stdev(rewards) if len(rewards) > 1 else 0.0)
             tally.add("reward/zero_spread_share", float(all(r == rewards[0] for r in rewards)))
@@ -127,6 +129,14 @@ def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int) -> 
                 tally.add("rollout/entropy", -fmean(sample.rollout_logprobs), weight=len(sample.rollout_logprobs))
             tally.add("rollout/budget_used", sample.response_length / max_response_tokens)
     return tally
+
+
+def _add_parts(tally: Tally, sample: Sample) -> None:
+    """Numbers that a dict reward held beside the one that is trained on."""
+    parts = sample.metadata.get("reward")
+    for name, value in parts.items() if isinstance(parts, dict) else ():
+        if isinstance(value, int | float) and abs(value) < 1e300:  # finite, and no integer beyond float
+            tally.add(f"reward/parts/{name}", float(value))
 
 
 def eval_metrics(name: str, groups: Iterable[SampleGroup], k: int, threshold: float) -> Tally:
