@@ -57,6 +57,9 @@ def load_for_run(
         if evaluate and not config.eval.sets:
             _add(sources, "eval.sets", "nothing to evaluate; add an [[eval.sets]] table with a name and a path")
         _check_files(config, sources)
+        writes = config.log.save_samples or not evaluate
+        if writes and (fault := run_dir_fault(config.run.dir)) is not None:
+            _add(sources, "run.dir", fault)
     return _checked(config, sources)
 
 
@@ -187,8 +190,6 @@ def _check_files(config: Config, sources: Sources) -> None:
         value = getattr(config.model, name)
         if value and value.startswith(_LOCAL) and not FilePath(value).expanduser().exists():
             _add(sources, ("model", name), f"no such folder: {value}")
-    if (fault := run_dir_fault(config.run.dir)) is not None:
-        _add(sources, "run.dir", fault)
 
 
 def run_dir_fault(name: str) -> str | None:
