@@ -24,7 +24,7 @@ FREE_TOKENS = 20
 
 
 def right_and_brief(sample: Sample) -> dict[str, float]:
-    """`total` is trained on (`reward.key`); the other entries land in `sample.metadata["reward"]`, their means in the logs.
+    """`total` is trained on (`reward.key`); others land in `sample.metadata["reward"]`, their means in the logs.
 
     A function may return a plain number, be `async`, or, with `reward.batched`, take and return lists. If it raises,
     takes longer than `reward.timeout`, or returns no finite number, its sample is left out of the update.
