@@ -25,6 +25,8 @@ OPS = {
     "embedded_generate": "tokens/s of the embedded engine; peer: transformers' generate",
     "grpo_step_cpu": "seconds a GRPO step on the CPU; peer: TRL's GRPOTrainer",
     "sleep_wake": "seconds to move the trainer off the GPUs and back; peer: bare page-locked copies",
+    "weight_sync": "ms to pass weights into SGLang; peers: per tensor, one bucket at a time",
+    "sglang_generate": "tokens/s of SGLang through our engine; peer: its own offline generate",
 }
 
 

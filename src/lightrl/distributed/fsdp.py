@@ -106,9 +106,9 @@ def named_whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class WholeTensors:
     """Names and whole tensors of a sharded model, one FSDP group after the other: iterate as often as you like.
 
-    Every rank must iterate, to the end. A tensor is valid until the next is asked for. On a single shard they are the
-    float32 masters themselves, which a copy into compute precision rounds as FSDP does; otherwise they are gathered in
-    compute precision, the next group while the present one is used.
+    Every rank must iterate, to the end. Tensors are valid until the next group is asked for. On a single shard they are
+    the float32 masters themselves, which a copy into compute precision rounds as FSDP does; otherwise they are gathered
+    in compute precision, the next group while the present one is used.
     """
 
     model: nn.Module
@@ -155,7 +155,7 @@ class WholeTensors:
         ]
         return parameters + [(name, tuple(b.shape), b.dtype) for name, b in self.buffers]
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+    def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
         for module, _ in self.groups:
             module.reshard()
         single = all(_is_single(getattr(owner, a)) for _, names in self.groups for _, owner, a in names)
@@ -165,12 +165,14 @@ class WholeTensors:
                 ahead.wait()
                 following = self.groups[number + 1][0] if number + 1 < len(self.groups) else None
                 ahead = None if following is None else following.unshard(async_op=True)
-            for name, owner, attribute in names:
-                parameter = getattr(owner, attribute).detach()
-                yield name, parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            parameters = [(name, getattr(owner, attribute)) for name, owner, attribute in names]
+            with torch.no_grad():
+                group = [(name, p.to_local() if isinstance(p, DTensor) else p.detach()) for name, p in parameters]
+            yield group
             if not single:
                 module.reshard()
-        yield from self.buffers
+        if self.buffers:
+            yield self.buffers
 
 
 def _is_single(parameter: Tensor) -> bool:

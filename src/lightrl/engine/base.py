@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -61,8 +61,6 @@ class Engine(Protocol):
 
     policy_version: int
     """Version of the weights that are loaded; -1 before the first load."""
-    borrows: bool
-    """Can it use the caller's own tensors (`load_weights` with `share=True`)?"""
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """All `n` answers of one request, in order. Call it concurrently: the engine batches what is in flight.
@@ -77,8 +75,7 @@ class Engine(Protocol):
         """Take named tensors (Hugging Face names) as the weights of `version`.
 
         With `share=True` the caller lends its tensors until `offload`: an engine in the same process may use them
-        without a copy. A name the engine does not know, or one that it misses, is a ValueError. An engine that does not
-        borrow may go through `weights` more than once.
+        without a copy. A name the engine does not know, or one that it misses, is a ValueError.
         """
 
     def flush_cache(self) -> None:
@@ -92,3 +89,11 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything; idempotent."""
+
+
+@runtime_checkable
+class GroupLoader(Protocol):
+    """An engine in another process, which takes weights a group at a time so that they need never all be whole."""
+
+    def load_groups(self, groups: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> None:
+        """As `load_weights`. A group's tensors are valid until the next is asked for; may be gone through twice."""

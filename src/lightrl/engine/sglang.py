@@ -8,6 +8,7 @@ and KV cache are released (`offload`) and hold no memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import socket
@@ -79,7 +80,6 @@ class SGLangEngine:
     ) -> None:
         check_platform(os.environ)
         self.policy_version = -1
-        self.borrows = False
         self._model, self._config, self._sync = model, config, sync
         self._device, self._group, self._member = device, group, member
         self._released: set[str] = set()
@@ -222,19 +222,23 @@ class SGLangEngine:
     # ---- weights and memory
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, *, share: bool = False) -> None:
-        """Copy the policy's tensors into the engine as `version`. Every rank of the group calls it.
+        """`load_groups` of tensors that all exist; `share` is not possible and does nothing."""
+        self.load_groups([list(weights)], version)
 
-        They must come in the layout's order. The first time, and then every `sync.verify_every` times, `weights` is
-        gone through once more and each value compared with what the engine holds: it must be iterable twice.
+    def load_groups(self, groups: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> None:
+        """Copy the policy's tensors into the engine as `version`. Every rank of the engine calls it.
+
+        They must come in the layout's order. The first time, and then every `sync.verify_every` times, `groups` is
+        gone through once more and each value compared with what the engine holds.
         """
         if "weights" in self._released:
             raise RuntimeError("the engine's weights are offloaded: call onload(('weights',)) first")
         if self._sender is None:
             self._sender = self._open()
-        self._pass("receive", weights, version)
+        self._pass("receive", groups, version)
         every = self._sync.verify_every
         if self._num_syncs == 0 or (every and self._num_syncs % every == 0):
-            report = self._pass("verify", weights, version)
+            report = self._pass("verify", groups, version)
             if wrong := report["differing"]:
                 raise RuntimeError(
                     f"the engine holds other weights than the trainer after the sync of version {version}: "
@@ -261,18 +265,20 @@ class SGLangEngine:
             raise UserError(f"engine.kind: SGLang cannot take this model's weights: {error}") from None
         return sender
 
-    def _pass(self, loader: str, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Any]:
-        """Send everything once; the report of this rank's receiver."""
+    def _pass(self, loader: str, groups: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> dict[str, Any]:
+        """Send everything once; the report of this rank's receiver.
+
+        Cached prefixes are of the old weights. They are gone already where the KV cache was released since.
+        """
         assert self._sender is not None
         self._sender.mailbox.begin()
         self._barrier()
         host, done = self._host, None
         if host is not None:
             payloads = [EMPTY_PAYLOAD] * self._config.tensor_parallel
-            done = host.submit(
-                "update", loader=_LOADERS + loader, payloads=payloads, flush=loader == "receive", version=str(version)
-            )
-        report = self._sender.send(weights, None if host is None else host.check)
+            flush = loader == "receive" and "kv_cache" not in self._released
+            done = host.submit("update", loader=_LOADERS + loader, payloads=payloads, flush=flush, version=str(version))
+        report = self._sender.send(groups, None if host is None else host.check)
         if done is not None:
             done.result(120)
         return report
@@ -305,6 +311,10 @@ class SGLangEngine:
             return
         self._closed = True
         if self._host is not None:
+            if self._sender is not None:
+                with contextlib.suppress(RuntimeError, TimeoutError):  # it may have died
+                    payloads = [EMPTY_PAYLOAD] * self._config.tensor_parallel
+                    self._host.call("update", 10.0, loader=_LOADERS + "close_buffers", payloads=payloads, flush=False)
             self._host.stop()
         if self._sender is not None:
             self._sender.close()

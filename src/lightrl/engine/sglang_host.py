@@ -114,7 +114,7 @@ def _defaults(settings: dict[str, Any], known: set[str]) -> dict[str, Any]:
         "load_format": "dummy",  # the trainer sends the weights before anything is generated
         "skip_tokenizer_init": True,
         "enable_memory_saver": True,
-        "custom_weight_loader": [receiver + name for name in ("open_buffers", "receive", "verify")],
+        "custom_weight_loader": [receiver + name for name in ("open_buffers", "receive", "verify", "close_buffers")],
         "log_level": "warning",
         "sampling_backend": "pytorch",  # FlashInfer's is compiled at the first start, and takes no seeds
         "grammar_backend": "none",

@@ -109,6 +109,12 @@ def verify(model: nn.Module, _: Sequence[tuple[str, Tensor]]) -> None:
         receiver.finish({"differing": dict(list(wrong.items())[:20]), "compared": compared})
 
 
+def close_buffers(model: nn.Module, _: Sequence[tuple[str, Tensor]]) -> None:
+    """Let go of the trainer's memory."""
+    model.__dict__.pop(_STATE, None)
+    torch.cuda.ipc_collect()
+
+
 def rehearse(model: nn.Module, plan: Plan) -> list[list[tuple[Slot, list[Copy]]]]:
     """The copies `model.load_weights` makes for each tensor of the plan, by bucket; nothing is copied.
 

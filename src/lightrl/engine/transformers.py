@@ -49,7 +49,6 @@ class TransformersEngine:
         trust_remote_code: bool = False,
     ) -> None:
         self.policy_version = -1
-        self.borrows = True
         self.device = torch.device(device)
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens

@@ -106,37 +106,66 @@ class BucketSender:
         self.mailbox = Mailbox(mailbox_path, create=True)
         count = min(2, len(plan.buckets))
         self.buffers = [torch.empty(plan.capacity, dtype=torch.uint8, device=device) for _ in range(count)]
+        self._places = [
+            (number, slot.name, slot.view(self.buffers[number % count]))
+            for number, bucket in enumerate(plan.buckets)
+            for slot in bucket
+        ]
 
     def introduction(self) -> str:
         """What the engine needs to open the buffers: named handles, pickled and in base64."""
         message = json.dumps({"mailbox": str(self.mailbox.path), "plan": self.plan.to_json()})
         return ipc_payload([(message, self.buffers[0]), *(("", b) for b in self.buffers[1:])])
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], check: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Pass all tensors once; returns the engine's report. They must come in the plan's order.
+    def send(
+        self, groups: Iterable[Sequence[tuple[str, Tensor]]], check: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
+        """Pass all tensors once, in the plan's order; returns the engine's report. `check` may raise while it waits.
 
         A buffer is filled again only after the engine says that its device is done with what was there.
         """
-        tensors = iter(weights)
-        device = self.buffers[0].device
-        for number, bucket in enumerate(self.plan.buckets):
-            self.mailbox.wait("drained", number + 1 - len(self.buffers), timeout=TIMEOUT, check=check)
-            buffer = self.buffers[number % len(self.buffers)]
-            for slot in bucket:
-                name, tensor = next(tensors, ("nothing", None))
-                if name != slot.name or tensor is None:
-                    reason = f"expected {slot.name} in the plan's order, got {name}"
-                    self.mailbox.fail(reason)
-                    raise ValueError(reason)
-                slot.view(buffer).copy_(tensor)
-            torch.cuda.current_stream(device).synchronize()
-            self.mailbox.set("filled", number + 1)
-        if (extra := next(tensors, None)) is not None:  # also lets a generator put its last group back
-            raise ValueError(f"{extra[0]} is not in the plan")
+        places = iter(self._places)
+        filling = 0
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for group in groups:
+            for name, tensor in group:
+                number, expected, target = next(places, (-1, "nothing more", tensor))
+                if name != expected:
+                    self.mailbox.fail(f"expected {expected} in the plan's order, got {name}")
+                    raise ValueError(f"expected {expected} in the plan's order, got {name}")
+                if number != filling:
+                    self._copy(filling, targets, sources, check, last=True)
+                    filling, targets, sources = number, [], []
+                targets.append(target)
+                sources.append(tensor)
+            self._copy(filling, targets, sources, check)  # the group's tensors are valid only now
+            targets, sources = [], []
+        self._copy(filling, [], [], check, last=True)
+        if (left := next(places, None)) is not None:
+            self.mailbox.fail(f"nothing came for {left[1]}")
+            raise ValueError(f"nothing came for {left[1]}")
         return self.mailbox.wait("drained", len(self.plan.buckets) + 1, timeout=TIMEOUT, check=check)
+
+    def _copy(
+        self,
+        number: int,
+        targets: list[Tensor],
+        sources: list[Tensor],
+        check: Callable[[], None] | None,
+        last: bool = False,
+    ) -> None:
+        """Into bucket `number`; after its last tensors the engine may have it."""
+        self.mailbox.wait("drained", number + 1 - len(self.buffers), timeout=TIMEOUT, check=check)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if last:
+            torch.cuda.current_stream(self.buffers[0].device).synchronize()
+            self.mailbox.set("filled", number + 1)
 
     def close(self) -> None:
         """Give the memory back; the engine has let go of it."""
+        self._places.clear()
         self.buffers.clear()
         torch.cuda.ipc_collect()
         self.mailbox.close()

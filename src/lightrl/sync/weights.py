@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from lightrl.engine.base import Engine
+from lightrl.engine.base import Engine, GroupLoader
 
 
 class Lender(Protocol):
@@ -15,7 +15,7 @@ class Lender(Protocol):
 
     def lend(self) -> Iterator[tuple[str, Tensor]]: ...
 
-    def stream(self) -> Iterable[tuple[str, Tensor]]: ...
+    def stream(self) -> Iterable[Sequence[tuple[str, Tensor]]]: ...
 
     def reclaim(self) -> None: ...
 
@@ -27,10 +27,10 @@ def sync_weights(policy: Lender, engine: Engine, version: int) -> None:
     process gets them layer by layer, before it takes memory for its KV cache: whole copies are never held beside it.
     """
     engine.onload(("weights",))
-    if engine.borrows:
-        engine.load_weights(policy.lend(), version, share=True)
+    if isinstance(engine, GroupLoader):
+        engine.load_groups(policy.stream(), version)
     else:
-        engine.load_weights(policy.stream(), version)
+        engine.load_weights(policy.lend(), version, share=True)
     engine.onload(("kv_cache",))
 
 
