@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightrl.sync.buckets import TIMEOUT, Plan, Slot
+from lightrl.sync.buckets import TIMEOUT, Plan, Slot, synchronize
 from lightrl.sync.mailbox import Mailbox
 
 _aten = torch.ops.aten
@@ -53,7 +53,7 @@ class Receiver:
         for number, bucket in enumerate(self.parts):
             self.mailbox.wait("filled", number + 1, timeout=TIMEOUT)
             use(bucket)
-            torch.cuda.current_stream().synchronize()  # only now may the trainer fill the buffer again
+            synchronize(self.buffers[0].device)  # only now may the trainer fill the buffer again
             self.mailbox.set("drained", number + 1)
 
     def finish(self, report: dict[str, Any]) -> None:

@@ -160,7 +160,7 @@ class BucketSender:
         if targets:
             torch._foreach_copy_(targets, sources)
         if last:
-            torch.cuda.current_stream(self.buffers[0].device).synchronize()
+            synchronize(self.buffers[0].device)
             self.mailbox.set("filled", number + 1)
 
     def close(self) -> None:
@@ -170,6 +170,12 @@ class BucketSender:
         torch.cuda.ipc_collect()
         self.mailbox.close()
         self.mailbox.path.unlink(missing_ok=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until what was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 class _Handle:
