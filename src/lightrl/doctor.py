@@ -30,7 +30,7 @@ _REQUIRED = ("torch", "transformers", "safetensors", "datasets", "pydantic", "ty
 # Distribution, module, and what one does without it.
 _OPTIONAL = (
     ("triton", "triton", "torch.compile and Triton kernels are off on a GPU; nothing is lost on a CPU"),
-    ("sglang", "sglang", "nothing in this version: it generates with the embedded engine"),
+    ("sglang", "sglang", "engine.kind cannot be 'sglang', the fast one on GPUs: pip install 'lightrl-torch[gpu]'"),
     ("flash-attn", "flash_attn", "nothing in this version: packed attention is torch's own"),
     ("flash-linear-attention", "fla", "hybrid models (gated delta) run transformers' slow torch path"),
     ("liger-kernel", "liger_kernel", "nothing in this version: the log-prob loss is our own chunked one"),
@@ -133,7 +133,7 @@ def _kind(device: str) -> str:
 
 
 def _engine() -> list[Finding]:
-    meaning = "shares the policy's weights with the trainer: no second copy of the model in memory"
+    meaning = "the default: shares the policy's weights with the trainer, no second copy of the model in memory"
     return [Finding("engine.kind", "ok", "transformers (embedded)", meaning)]
 
 
@@ -157,6 +157,11 @@ def _optional() -> list[Finding]:
         version = _installed(package)
         there = version is not None and importlib.util.find_spec(module) is not None
         found.append(Finding(package, "ok", str(version)) if there else Finding(package, "note", "not installed", cost))
+        if there and package == "sglang":
+            from lightrl.engine.sglang import version_problem
+
+            if problem := version_problem(str(version)):
+                found[-1] = Finding(package, "problem", str(version), problem)
     return found
 
 

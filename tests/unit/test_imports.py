@@ -25,7 +25,7 @@ RULES = {
     "": " | lightrl.config lightrl.errors lightrl.training.trainer lightrl.types",  # the lazy names
     "__main__": "lightrl.cli |",
     "cli": "typer lightrl.errors | lightrl torch.distributed.elastic",
-    "doctor": "| rich torch lightrl.training.policy",
+    "doctor": "| rich torch lightrl.training.policy lightrl.engine.sglang",
     "errors": "|",
     "hooks": "lightrl.errors |",
     "types": "torch |",

@@ -1,0 +1,47 @@
+"""Weights a group at a time equal all of them at once, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_run
+
+
+def compare(folder: str, sections: str) -> None:
+    """The stream against what is lent: names, order, shapes and bits; then once more."""
+    import torch
+
+    from lightrl.distributed.mesh import close_world
+    from lightrl.training.trainer import Trainer
+
+    trainer = Trainer(tiny_run.make_run(Path(folder), **json.loads(sections)))
+    policy = trainer.policy
+    whole = {name: tensor.clone() for name, tensor in policy.lend()}
+    policy.reclaim()
+    stream = policy.stream()
+    sharded = [type(p).__name__ for p in policy.module.parameters()]
+    for _ in range(2):
+        found = {}
+        for group in stream:
+            for name, tensor in group:
+                assert name not in found
+                found[name] = tensor.to(policy.compute_dtype) if tensor.is_floating_point() else tensor.clone()
+        assert found.keys() == whole.keys()
+        assert [(n, tuple(t.shape), t.dtype) for n, t in found.items()] == stream.layout()
+        for name, tensor in whole.items():
+            assert torch.equal(found[name], tensor), name
+        assert [type(p).__name__ for p in policy.module.parameters()] == sharded  # nothing is left whole
+    assert len(list(stream)) > 3
+    trainer.close()
+    close_world()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_stream_equals_lent(tmp_path: Path, run_distributed, ranks: int, tied: bool) -> None:
+    tiny_run.make_model(tmp_path / "model", family="qwen3", head_dim=8, tie_word_embeddings=tied)
+    tiny_run.make_data(tmp_path / "data.jsonl")
+    model = {"compute_dtype": "bfloat16", "activation_checkpointing": tied}
+    run_distributed(compare, ranks, tmp_path, json.dumps({"model": model}))
