@@ -33,7 +33,7 @@ def compare(folder: str, sections: str) -> None:
         for name, tensor in whole.items():
             assert torch.equal(found[name], tensor), name
         assert [type(p).__name__ for p in policy.module.parameters()] == sharded  # nothing is left whole
-    assert len(list(stream)) > 3
+    assert len(list(stream)) >= 3  # two layers and the rest
     trainer.close()
     close_world()
 
