@@ -27,7 +27,7 @@ def compare(folder: str, sections: str) -> None:
         for group in stream:
             for name, tensor in group:
                 assert name not in found
-                found[name] = tensor.to(policy.compute_dtype) if tensor.is_floating_point() else tensor.clone()
+                found[name] = tensor.to(policy.compute_dtype, copy=True)
         assert found.keys() == whole.keys()
         assert [(n, tuple(t.shape), t.dtype) for n, t in found.items()] == stream.layout()
         for name, tensor in whole.items():
@@ -38,10 +38,9 @@ def compare(folder: str, sections: str) -> None:
     close_world()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, False)])
 def test_stream_equals_lent(tmp_path: Path, run_distributed, ranks: int, tied: bool) -> None:
     tiny_run.make_model(tmp_path / "model", family="qwen3", head_dim=8, tie_word_embeddings=tied)
     tiny_run.make_data(tmp_path / "data.jsonl")
-    model = {"compute_dtype": "bfloat16", "activation_checkpointing": tied}
+    model = {"compute_dtype": "bfloat16", "activation_checkpointing": ranks == 2}
     run_distributed(compare, ranks, tmp_path, json.dumps({"model": model}))
