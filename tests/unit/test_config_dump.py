@@ -1,0 +1,245 @@
+"""Resolved configurations written and read again (case C2), what a run needs, and the reference page."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.config import Config, ConfigError, dump_toml, load_config
+from lightrl.config import docs as config_docs
+from lightrl.config.fields import describe, sections
+from lightrl.config.load import load_for_run
+from lightrl.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EngineConfig,
+    EvalConfig,
+    EvalSetConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SyncConfig,
+)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def problems(*args: Any, **kwargs: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(*args, **kwargs)
+    return caught.value.problems
+
+
+FULL = Config(
+    run=RunConfig(
+        dir="runs/é \"x\" 'y'", steps=7, seed=12345678901234567890, resume=False, device="cuda", deterministic=True
+    ),
+    model=ModelConfig(
+        path="org/name",
+        revision="v1",
+        tokenizer="tok",
+        compute_dtype="float32",
+        activation_checkpointing=True,
+        reference_path="ref",
+        trust_remote_code=True,
+    ),
+    data=DataConfig(
+        path=["a.jsonl@[1:2]", "b"],
+        split="test",
+        input_key="q",
+        label_key="a",
+        metadata_key="m",
+        tool_key="t",
+        apply_chat_template=True,
+        chat_template_kwargs={
+            "enable_thinking": False,
+            "a.b c": {"": [1, -2.5, "x", True, [], {}, [{"k": [{"l": 1}]}]], "\n": {"deep": {"er": 1e-300}}},
+            "é": "\U0001f600\u2028\x00\x7f\x1b",
+        },
+        system_prompt='Line "one"\n\tline \\two\\\r\n"""\n\'\'\' # end ',
+        max_prompt_tokens=5,
+        overlong="error",
+        shuffle=False,
+    ),
+    reward=RewardConfig(
+        type="m:f", key="k", batched=True, timeout=0.5, max_failure_rate=1.0, concurrency=1, missing_think="zero"
+    ),
+    rollout=RolloutConfig(
+        prompts_per_step=4,
+        group_size=2,
+        max_response_tokens=3,
+        temperature=0.6,
+        top_p=0.9,
+        top_k=5,
+        stop=["\n\n", "###"],
+        stop_token_ids=[0, 151645],
+        truncated="mask",
+    ),
+    engine=EngineConfig(
+        kind="sglang",
+        max_batch=2,
+        max_prefill_tokens=3,
+        tensor_parallel=2,
+        memory_fraction=0.25,
+        args={"attention_backend": "triton", "nested": {"a": [1, 2.5, True]}},
+    ),
+    sync=SyncConfig(bucket_mib=64, verify_every=3),
+    algorithm=AlgorithmConfig(
+        advantage="grpo",
+        normalize_std=False,
+        whiten=True,
+        skip_zero_advantage=False,
+        minibatches_per_step=2,
+        clip_low=0.1,
+        clip_high=0.28,
+        aggregation="constant",
+        constant_length=9,
+        kl_coef=0.001,
+        kl_in="reward",
+        kl_estimator="k1",
+        entropy_coef=1e-5,
+    ),
+    optim=OptimConfig(
+        lr=1e-08,
+        betas=(0.1, 0.999),
+        eps=1e-16,
+        weight_decay=0.1,
+        max_grad_norm=0.0,
+        schedule="wsd",
+        warmup_steps=1,
+        decay_steps=2,
+        min_lr_ratio=0.1,
+    ),
+    parallel=ParallelConfig(shard_size=2, max_tokens_per_microbatch=100, share_prompts=False, timeout=1e6),
+    checkpoint=CheckpointConfig(
+        every=0, keep_last=1, keep_best=3, best_metric="eval/x", async_save=False, hf_every=4, verify=False
+    ),
+    eval=EvalConfig(
+        every=3,
+        at_start=False,
+        sets=[
+            EvalSetConfig(
+                name="a",
+                path="p",
+                split="s",
+                input_key="i",
+                label_key="l",
+                apply_chat_template=False,
+                system_prompt="",
+                reward="math",
+                samples_per_prompt=4,
+                max_response_tokens=5,
+                temperature=1.0,
+                top_p=0.5,
+                top_k=2,
+                pass_threshold=0.0,
+            ),
+            EvalSetConfig(name="b", path="q"),
+        ],
+    ),
+    log=LogConfig(
+        trackers=["wandb"],
+        progress=False,
+        print_samples=0,
+        print_every=1,
+        save_samples=False,
+        wandb_project="p",
+        wandb_name="n",
+    ),
+)
+
+
+def reload(config: Config) -> Config:
+    Path("dump.toml").write_bytes(dump_toml(config).encode())
+    return load_config("dump.toml")
+
+
+def test_dump_reloads() -> None:
+    assert reload(Config()) == Config()
+    for name, cls in sections().items():
+        for field in dataclasses.fields(cls):
+            key = f"{name}.{field.name}"
+            if key not in ("engine.kind", "algorithm.advantage"):  # have one value only
+                # Each field differs from its default, so that a field lost on the way shows.
+                assert getattr(getattr(FULL, name), field.name) != getattr(cls(), field.name), key
+    assert reload(FULL) == FULL
+
+
+def test_dump_of_random_text_and_numbers() -> None:
+    rng = random.Random(0)
+    alphabet = "ab \"'\\\n\r\t#=[]{},.\x00\x08\x0c\x1f\x7f\x85\u2028é\U0001f600\ufeff"
+    for _ in range(60):
+        text = ["".join(rng.choices(alphabet, k=rng.randrange(8))) for _ in range(6)]
+        config = load_config(
+            data={"system_prompt": text[0], "chat_template_kwargs": {text[1]: {text[2]: [text[3], rng.random()]}}},
+            rollout={"stop": [f"{each}." for each in text[4:]]},
+            optim={"lr": rng.random() * 10.0 ** rng.randrange(-300, 300), "eps": 5e-324},
+        )
+        assert tomllib.loads(dump_toml(config))["data"]["system_prompt"] == text[0]
+        assert reload(config) == config
+
+
+def test_what_a_run_needs() -> None:
+    def check(*words: str, evaluate: bool = False) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            load_for_run(["run.toml"], words, evaluate=evaluate)
+        return caught.value.problems
+
+    Path("run.toml").write_text('[data]\npath = ["here.jsonl@[0:5]",\n"gone.jsonl@[5:]", "org/hub", "./gone"]\n')
+    Path("here.jsonl").touch()
+    assert check() == [
+        "run.toml:3: data.path[1]: no such file or folder: gone.jsonl",
+        "run.toml:3: data.path[3]: no such file or folder: ./gone",
+        "model.path: not set; name a Hugging Face checkpoint (hub name or folder)",
+    ]
+    sets = "[{name = 'a', path = '/gone.parquet'}]"
+    assert check("--eval.sets", sets, "--model.path", "./gone", "--data.path=") == [
+        "--eval.sets[0].path: no such file or folder: /gone.parquet",
+        "--model.path: no such folder: ./gone",
+        "--data.path: not set; name a prompt set (jsonl, parquet, folder or hub dataset)",
+    ]
+    assert check("--model.path=org/hub", "--data.path=org/hub", evaluate=True) == [
+        "eval.sets: nothing to evaluate; add an [[eval.sets]] table with a name and a path"
+    ]
+    config = load_for_run(["run.toml"], ["--data.path", "here.jsonl", "--model.path", "org/hub"])
+    assert config.data.path == "here.jsonl"
+
+
+def test_every_key_is_described() -> None:
+    keys = {key.full_name: key for key in describe()}
+    for name, cls in {**sections(), "eval.sets": EvalSetConfig}.items():
+        for field in dataclasses.fields(cls):
+            assert keys.pop(f"{name}.{field.name}").doc, f"{name}.{field.name} has no doc"
+    assert not keys
+    keys = {key.full_name: key for key in describe()}
+    assert (keys["optim.lr"].type, keys["optim.lr"].range, keys["optim.lr"].default) == ("float", ">= 0", "1e-06")
+    assert (keys["optim.betas"].type, keys["optim.betas"].default) == ("list of 2 float", "[0.9, 0.95]")
+    assert keys["data.path"].type == "string or list of string"
+    assert (keys["algorithm.clip_high"].type, keys["algorithm.clip_high"].default) == ("float", "")
+    assert keys["log.trackers"].type == 'list of ("jsonl" | "tensorboard" | "wandb")'
+    assert keys["eval.sets"].type == "list of table"
+    assert (keys["eval.sets.name"].default, keys["eval.sets.top_p"].range) == ("required", "> 0 and <= 1")
+
+
+def test_the_reference_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+    assert config_docs.main(["--check", str(page)]) == 0
+    assert config_docs.main(["--write", "x/page.md"]) == 0
+    assert Path("x/page.md").read_bytes() == page.read_bytes()
+    Path("x/page.md").write_text("old")
+    assert config_docs.main(["--check", "x/page.md"]) == 1
+    assert config_docs.main([]) == 2
+    assert "x/page.md is not current" in capsys.readouterr().err
