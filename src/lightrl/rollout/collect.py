@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -103,22 +104,44 @@ def apply_truncation(groups: Sequence[SampleGroup], policy: str) -> None:
 
 def run_async(work: Coroutine[Any, Any, R]) -> R:
     """Run a coroutine to its end from plain code, also inside a notebook, whose own event loop is already running."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if (
+        not _inside_a_loop()
+    ):  # no `except` around the work: its own exceptions would be told as consequences of that one
         return asyncio.run(work)
     results: list[R] = []
     errors: list[BaseException] = []
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def noted() -> R:
+        task = asyncio.current_task()
+        assert task is not None
+        running.append((asyncio.get_running_loop(), task))
+        return await work
 
     def target() -> None:
         try:
-            results.append(asyncio.run(work))
+            results.append(asyncio.run(noted()))
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=target, name="lightrl-rollout")
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:  # the cell was interrupted: so is the work, and the engine is free again
+        for loop, task in running:
+            with contextlib.suppress(RuntimeError):  # it ended meanwhile
+                loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
     if errors:
         raise errors[0]
     return results[0]
+
+
+def _inside_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
