@@ -287,6 +287,9 @@ def test_paths_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     source = _folder(tmp_path / "source")
     with pytest.raises(UserError, match=r"model.path: cannot read the tokenizer in .*source"):
         load.load_config_and_tokenizer(str(source))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load.load_model_config("~/source").model_type == "llama"
+    assert load.resolve_checkpoint("~/source") == source
 
 
 def test_empty_model_leaves_the_config_alone() -> None:

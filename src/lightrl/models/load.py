@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -57,7 +58,9 @@ def load_config_and_tokenizer(
     _check_local(source, key)
     try:
         loaded = AutoTokenizer.from_pretrained(
-            source, revision=revision if source == path else None, trust_remote_code=trust_remote_code
+            os.path.expanduser(source),
+            revision=revision if source == path else None,
+            trust_remote_code=trust_remote_code,
         )
     except Exception as error:
         raise _load_error(key, source, "tokenizer", error) from error
@@ -68,7 +71,9 @@ def load_model_config(path: str, revision: str | None = None, trust_remote_code:
     """Config of a causal LM, checked to be one that can be trained."""
     _check_local(path, "model.path")
     try:
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            os.path.expanduser(path), revision=revision, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError … here
         raise _load_error("model.path", path, "config", error) from error
     _check_causal_lm(config, path)
