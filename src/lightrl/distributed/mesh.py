@@ -120,8 +120,7 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 def init_world(device: str = "auto", shard_size: int | None = None, timeout: float = 1800.0) -> World:
     """Join the torchrun job, or be a world of one without it. A process group that exists is taken as it is."""
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank, size, local_rank = _place()
     shard = size if shard_size is None else shard_size
     if size % shard:
         raise UserError(f"parallel.shard_size: {shard} does not divide the {size} ranks of this run")
@@ -133,11 +132,20 @@ def init_world(device: str = "auto", shard_size: int | None = None, timeout: flo
         backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=limit)
-        else:  # a store in memory: no port is opened
+        else:  # a store in memory instead of a server; gloo itself listens, on this machine's own address
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     mesh = init_device_mesh(here.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if size > 1 else None
     return World(rank=rank, size=size, local_rank=local_rank, device=here, mesh=mesh, cpu_group=group)
+
+
+def _place() -> tuple[int, int, int]:
+    """Rank, number of ranks, rank on this machine. Schedulers set WORLD_SIZE too: without RANK it is not torchrun's."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0"))
+    if "RANK" not in os.environ:
+        return 0, 1, 0
+    return int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def set_deterministic(enabled: bool) -> None:
