@@ -86,6 +86,22 @@ def test_a_state_of_other_data_is_refused(other: PromptSet, options: dict[str, A
         PromptSource(other, **{"seed": 0, "shuffle": True, **options}).restore(state)
 
 
+def test_what_was_dealt_for_a_step_that_failed_comes_again() -> None:
+    source, plain = PromptSource(prompts(5), seed=3, shuffle=True), PromptSource(prompts(5), seed=3, shuffle=True)
+    steps = []
+    for number in range(4):
+        for fails in (True, False):
+            try:
+                with source.dealt(4) as dealt:
+                    if fails and number % 2:
+                        raise KeyboardInterrupt
+                    steps.append([p.index for p in dealt])
+            except KeyboardInterrupt:
+                continue
+            break
+    assert steps == [indices(plain, 4) for _ in range(4)]
+
+
 def test_no_prompts() -> None:
     with pytest.raises(DataError, match="no prompts"):
         PromptSource(prompts(0), seed=0, shuffle=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,16 @@ class PromptSource:
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._permutation(self._epoch)
         return taken
+
+    @contextmanager
+    def dealt(self, n: int) -> Iterator[list[Prompt]]:
+        """The next `n` prompts, for a block. If it raises (Ctrl-C in a notebook …) they come again, not skipped."""
+        place = self._epoch, self._position, self._order
+        try:
+            yield self.next(n)
+        except BaseException:
+            self._epoch, self._position, self._order = place
+            raise
 
     def state(self) -> dict[str, Any]:
         """Where the source stands, for a checkpoint (JSON values only)."""
