@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/manual_loop.py configs/quickstart.toml 5
 
-Left out: evaluation, checkpoints, logs, a reference, stop strings, `rollout.truncated` other than keep.
+Left out: evaluation, checkpoints, logs, a reference, whitening, stop strings, `rollout.truncated` other than keep.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ def main(config_path: str, steps: int | None = None) -> Policy:
             share_prompts=config.parallel.share_prompts and policy.module.packed, aggregation=algorithm.aggregation,
             skip_zero_advantage=algorithm.skip_zero_advantage and not algorithm.entropy_coef,
             constant_length=algorithm.constant_length or limit, cost=CostModel.from_config(hf_config),
-            pad_token_id=setup.pad_token_id(tokenizer),
         )  # fmt: skip
         for microbatch in (m for minibatch in batch for m in minibatch if len(batch) > 1):  # one update is on-policy
             microbatch.old_logprobs = policy.logprobs(microbatch, temperature)

@@ -32,6 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(help="Show, check or list the configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
@@ -209,11 +210,11 @@ def _evaluate(config: Config, checkpoint: Path | None) -> None:
             raise UserError(f"eval: --checkpoint: {checkpoint} is neither a model nor a whole checkpoint: {fault}")
         folder = checkpoint.resolve()
     else:
-        folder = latest(Path(config.run.dir, "checkpoints")) if config.run.resume else None
+        folder = latest(Path(config.run.dir).expanduser() / "checkpoints") if config.run.resume else None
     trainer = Trainer(config)
     try:
         if folder is not None:
-            trainer.load_checkpoint(folder)
+            trainer.load_checkpoint(folder, weights_only=True)
         trainer.console.notice(f"evaluating {folder or config.model.path}")
         trainer.evaluate()
     finally:

@@ -100,7 +100,6 @@ def gradients(models: Path, case: dict, device: str = "cpu") -> tuple[dict[str, 
         aggregation=case["aggregation"],
         constant_length=16,
         cost=CostModel.from_config(policy.hf_config),
-        pad_token_id=0,
     )
     tally = Tally()
     algorithm = AlgorithmConfig(entropy_coef=case.get("entropy_coef", 0.01))
@@ -130,14 +129,14 @@ def check_whitening_and_skipping(models: Path) -> None:
                          rollout_logprobs=None, advantage=a)]
             for i, (a, m) in enumerate(zip(advantages, masks, strict=True))
         ]  # fmt: skip
-        return pack(units, [[1.0]] * len(units), 0)
+        return pack(units, [[1.0]] * len(units))
 
     # rank 0 holds advantages 1 (two tokens) and 7 (masked out), rank 1 holds 4 (one token): mean 2, variance 2
     mine = batch([1.0, 7.0], [[1, 1], [0, 0]]) if world.rank == 0 else batch([4.0], [[1]])
     whiten_advantages([[mine]], world)
     expected = [-1 / 2**0.5] * 2 + [5 / 2**0.5] * 2 if world.rank == 0 else [2 / 2**0.5]
     assert mine.advantages.tolist() == pytest.approx(expected, abs=1e-6)
-    empty = pack([], [], 0) if world.rank == 0 else batch([1.0, 3.0], [[1], [1]])
+    empty = pack([], []) if world.rank == 0 else batch([1.0, 3.0], [[1], [1]])
     whiten_advantages([[empty]], world)
     assert empty.advantages.tolist() == ([] if world.rank == 0 else pytest.approx([-1.0, 1.0]))
 

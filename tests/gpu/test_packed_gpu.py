@@ -51,7 +51,7 @@ def stock_results(model: torch.nn.Module, units, coefficients: torch.Tensor) -> 
 def our_results(model: torch.nn.Module, units, coefficients: torch.Tensor) -> Results:
     model.set_attn_implementation(attention.register())
     module = PolicyModule(model, packed=True)
-    batch = pack(units, [[1.0] * len(u) for u in units], 0)
+    batch = pack(units, [[1.0] * len(u) for u in units])
     device = torch.device("cuda")
     logprobs, entropies = module(to_device(batch, device), Segments.from_microbatch(batch, device), TEMPERATURE)
     return finish(model, logprobs, entropies, coefficients)
@@ -114,7 +114,7 @@ def test_empty_microbatch_reaches_every_parameter(family: str, dtype: torch.dtyp
     config = AutoConfig.for_model(family, **(COMMON | SPECIAL.get(family, {})))
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().cuda()
     model.set_attn_implementation(attention.register())
-    batch, device = pack([], [], 0), torch.device("cuda")
+    batch, device = pack([], []), torch.device("cuda")
     segments = Segments.from_microbatch(batch, device)
     logprobs, entropies = PolicyModule(model, packed=True)(to_device(batch, device), segments, 1.0)
     (logprobs.sum() + entropies.sum()).backward()

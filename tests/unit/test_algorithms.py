@@ -112,7 +112,7 @@ def _batch(mask: list[int], old: list[float] | None = None, ref: list[float] | N
     sample = TrainSample(
         group_index=0, index=0, prompt=[1], response=[2] * n, loss_mask=mask, rollout_logprobs=[-1.0] * n, advantage=2.0
     )  # fmt: skip
-    batch = pack([[sample]], [[1.0 / max(sum(mask), 1)]], 0)
+    batch = pack([[sample]], [[1.0 / max(sum(mask), 1)]])
     batch.old_logprobs = None if old is None else torch.tensor(old)
     batch.ref_logprobs = None if ref is None else torch.tensor(ref)
     return batch

@@ -56,7 +56,8 @@ class FakeTrainer:
     def evaluate(self) -> None:
         self.calls.append("evaluate")
 
-    def load_checkpoint(self, folder: Path) -> None:
+    def load_checkpoint(self, folder: Path, *, weights_only: bool) -> None:
+        assert weights_only  # other training data than the checkpoint's do not matter
         self.calls.append(f"load {folder.name}")
 
     def close(self) -> None:
@@ -253,6 +254,7 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
     commands = {
         ("--help",): 0,
         ("train", "--help"): 0,
+        ("train", "-h"): 0,
         ("eval", "--help"): 0,
         ("config", "list"): 0,
         ("config", "check", "bad.toml"): 2,

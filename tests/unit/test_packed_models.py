@@ -80,7 +80,7 @@ def stock_results(model, units, coefficients):
 
 def our_results(module, units, coefficients):
     module.zero_grad()
-    batch = pack(units, [[1.0] * len(u) for u in units], 0)
+    batch = pack(units, [[1.0] * len(u) for u in units])
     segments = Segments.from_microbatch(batch, torch.device("cpu")) if module.packed else None
     logprobs, entropies = module(batch, segments, TEMPERATURE)
     return _finish(module.model, logprobs, entropies, coefficients)
@@ -147,7 +147,7 @@ def test_empty_microbatch_reaches_every_parameter():
     _, model = build("qwen3")
     model.set_attn_implementation(attention.register())
     module = PolicyModule(model, packed=True)
-    batch = pack([], [], 0)
+    batch = pack([], [])
     logprobs, entropies = module(batch, Segments.from_microbatch(batch, torch.device("cpu")), 1.0)
     assert logprobs.shape == (0,)
     (logprobs.sum() + entropies.sum()).backward()

@@ -37,7 +37,6 @@ def test_shared_prompt_is_packed_once():
     batch = pack(
         [[sample(0, 0, [a, b], [x, y]), sample(0, 1, [a, b], [z])], [sample(1, 0, [c], [p, q, r], mask=[1, 0, 1])]],
         [[0.5, 0.5], [0.25]],
-        pad_token_id=0,
     )
     assert batch.input_ids.tolist() == [a, b, x, c, p, q]
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
@@ -54,7 +53,7 @@ def test_shared_prompt_is_packed_once():
 
 
 def test_alone_keys_are_the_rows():
-    batch = pack([[sample(0, 0, [1, 2], [3, 4])]], [[1.0]], 0)
+    batch = pack([[sample(0, 0, [1, 2], [3, 4])]], [[1.0]])
     assert batch.kv_index is None
     assert batch.input_ids.tolist() == [1, 2, 3]
     assert batch.logit_rows.tolist() == [1, 2]
@@ -62,8 +61,8 @@ def test_alone_keys_are_the_rows():
 
 
 def test_no_work_is_one_row_without_loss():
-    batch = pack([], [], pad_token_id=7)
-    assert batch.input_ids.tolist() == [7]
+    batch = pack([], [])
+    assert batch.input_ids.tolist() == [0]
     assert batch.targets.numel() == batch.loss_weights.numel() == 0
 
 
@@ -123,7 +122,7 @@ def test_weighted_sum_is_the_aggregation_under_any_split(samples, aggregation, w
             [loss_weight(plan, s.loss_tokens, aggregation=aggregation, constant_length=16) for s in u.samples]
             for u in micro
         ]
-        batch = pack(units, weights, 0)
+        batch = pack(units, weights)
         flat = torch.cat([losses[k] for k in batch.sample_keys]) if batch.sample_keys else torch.zeros(0)
         total += float((flat * batch.loss_weights.double()).sum())
     masked = [

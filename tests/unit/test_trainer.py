@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
+import threading
 
 import pytest
 import tiny_run
 import torch
+from tiny_run import count_letter
 
 from lightrl.distributed.mesh import close_world
 from lightrl.errors import UserError
 from lightrl.observe.metrics import Tally
 from lightrl.rewards import RewardFailure
+from lightrl.rollout.collect import run_async
 from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training.advantage import set_advantages
 from lightrl.training.trainer import Trainer
@@ -178,7 +183,6 @@ def test_m3_truncated_answers(trainer_for, policy):
     assert ended
     assert all(s.response_length == 3 and s.tokens[-1] != 2 for s in cut)
     assert all(s.tokens[-1] == 2 for s in ended)  # M2: the EOS the model sampled is part of the response
-    trained = {k for minibatch in trainer.pack(groups) for m in minibatch for k in m.sample_keys}
     weights = {
         m.sample_keys[i]: w
         for minibatch in trainer.pack(groups)
@@ -186,8 +190,8 @@ def test_m3_truncated_answers(trainer_for, policy):
         for i, w in zip(m.sample_ids.tolist(), m.loss_weights.tolist(), strict=True)
     }
     for sample in cut:
-        assert (sample.group_index, sample.index) in trained
-        assert (weights[sample.group_index, sample.index] == 0) == (policy == "mask")
+        weight = weights.get((sample.group_index, sample.index))  # none: without a loss token it is not computed
+        assert weight is None if policy == "mask" else weight > 0
         assert sample.reward == (0.0 if policy == "zero_reward" else 1.0 + sample.index)
     assert all(weights[s.group_index, s.index] > 0 for s in ended)
 
@@ -217,8 +221,9 @@ def test_r4_failing_rewards_stop_the_run_with_the_first_traceback(trainer_for):
         return float(sample.index)
 
     trainer = trainer_for(reward=reward)
-    with pytest.raises(RewardFailure, match=r"(?s)4 of 16 samples.*ZeroDivisionError: the grader broke"):
+    with pytest.raises(RewardFailure, match=r"(?s)4 of 16 samples.*ZeroDivisionError: the grader broke") as caught:
         trainer.step(trainer.source.next(4))
+    assert "event loop" not in str(caught.value)  # told as it was raised, not as the consequence of something of ours
 
 
 def test_r4_within_the_rate_the_rest_of_the_group_goes_on(tmp_path):
@@ -274,6 +279,131 @@ def test_resume_false_refuses_a_used_folder(trainer_for):
     trainer_for(run={"steps": 1}).train()
     with pytest.raises(UserError, match=r"run\.dir: .*already holds a run"):
         trainer_for(run={"steps": 2, "resume": False}).train()
+
+
+def test_export_replaces_nothing_unasked(trainer_for, tmp_path):
+    trainer, folder = trainer_for(), tmp_path / "mine"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match=r"mine is not empty"):
+        trainer.export(str(folder))
+    assert (folder / "thesis.txt").is_file()
+    trainer.export(folder, replace=True)
+    assert (folder / "config.json").is_file()
+    assert not (folder / "thesis.txt").exists()
+
+
+def test_a_checkpoint_is_evaluated_whatever_the_training_data_are_now(trainer_for, tmp_path):
+    trained = trainer_for(run={"steps": 1})
+    trained.train()
+    folder = tmp_path / "run" / "checkpoints" / "step_000001"
+    other = trainer_for(run={"seed": 5, "dir": str(tmp_path / "other")})
+    with pytest.raises(UserError, match=r"run\.seed = 5, but the checkpoint was made with 0"):
+        other.load_checkpoint(folder)
+    other.load_checkpoint(folder, weights_only=True)
+    assert (other.steps_done, other.policy_version) == (1, 1)
+    pairs = zip(trained.policy.parameters(), other.policy.parameters(), strict=True)
+    assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+
+
+def test_a_run_that_is_done_says_so(trainer_for, capsys):
+    trainer_for(run={"steps": 2}).train()
+    capsys.readouterr()
+    assert trainer_for(run={"steps": 1}).train() == {}
+    assert "nothing to train: step 2 is done and run.steps = 1; raise it to go on" in capsys.readouterr().out
+
+
+def test_an_evaluation_set_has_a_rule_of_its_own(tmp_path):
+    """`reward.batched` and `reward.key` belong to the training reward; workers are shared."""
+
+    def reward(samples):
+        return [{"mine": 1.0} for _ in samples]
+
+    sets = [{"name": name, "path": str(tmp_path / "data.jsonl@[:2]"), **more} for name, more in (
+        ("same", {}), ("exact", {"reward": "exact"}), ("random", {"reward": "random"}),
+    )]  # fmt: skip
+    config = tiny_run.make_run(tmp_path, reward={"batched": True, "key": "mine"}, eval={"sets": sets})
+    trainer = Trainer(config, reward=reward)
+    metrics = trainer.evaluate()
+    assert [metrics[f"eval/{name}/failed_share"] for name in ("same", "exact", "random")] == [0, 0, 0]
+    assert [metrics[f"eval/{name}/avg@1"] for name in ("same", "exact")] == [1, 0]
+    assert all(s.scorer._pool is trainer.scorer._pool for s in trainer.eval_sets)
+    trainer.close()
+    close_world()
+
+
+def test_what_cannot_work_fails_before_the_model_loads(trainer_for, tmp_path, monkeypatch):
+    trainer_for()
+    monkeypatch.setattr("lightrl.training.policy.Policy.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"run\.dir: .*/file is not a folder"):
+        trainer_for(run={"dir": str(tmp_path / "file" / "run")})
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"log\.trackers: wandb is not installed"):
+        trainer_for(log={"trackers": ["wandb"]})
+    tiny_run.make_model(tmp_path / "small", vocab_size=8)
+    with pytest.raises(UserError, match=r"data\.jsonl:\d+: token \d+ \('.'\) is none of the model's 8: .*tokenizer"):
+        trainer_for(model={"path": str(tmp_path / "small")})
+
+
+def test_an_interrupted_update_is_not_gone_on_from(trainer_for, monkeypatch):
+    """Half the gradients of a step, or half its updates, would leak into the next one. Before them nothing is lost."""
+    calls = []
+
+    def reward(sample):
+        calls.append(1)
+        if len(calls) <= 16:
+            raise RuntimeError("not yet")
+        return count_letter(sample)
+
+    trainer = trainer_for(reward)
+    with pytest.raises(RewardFailure):
+        trainer.step(trainer.source.next(4))
+    assert trainer.step(trainer.source.next(4))["rollout/samples"] == 16  # the failure was before any update
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightrl.training.trainer.update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step(trainer.source.next(4))
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"a step was interrupted in its updates: make a new Trainer"):
+        trainer.step(trainer.source.next(4))
+
+
+def test_what_is_worth_a_look_is_said(trainer_for, tmp_path, capsys):
+    trainer_for(rollout={"group_size": 1})
+    assert "rollout.group_size = 1" in capsys.readouterr().out
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        file = tmp_path / "model" / name
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps({k: None if k.startswith("eos_token") else v for k, v in content.items()}))
+    trainer_for(run={"dir": str(tmp_path / "other")})
+    assert "neither model nor tokenizer names an end-of-sequence token" in capsys.readouterr().out
+    trainer_for(run={"dir": str(tmp_path / "other")}, rollout={"stop": ["x"]})
+    assert "end-of-sequence" not in capsys.readouterr().out
+
+
+def test_an_interrupted_cell_stops_the_work():
+    """Ctrl-C while a notebook waits: the work ends with it, and the next cell can start."""
+    ended = []
+
+    async def work() -> None:
+        try:
+            threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def cell() -> None:
+        run_async(work())
+
+    loop = asyncio.new_event_loop()  # as ipykernel's, not asyncio.run: SIGINT raises in the main thread
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(cell())
+    loop.close()
+    assert ended == [True]
 
 
 def test_missing_keys_fail_before_anything_loads():

@@ -105,6 +105,7 @@ def write_hf_folder(
 
     `model` gives names, shapes and config; it may be on the meta device.
     """
+    out_dir = out_dir.expanduser().absolute()  # `.` has no name of its own to put a temporary folder beside
     _agree(_target_error(out_dir, replace) if is_main else None, device)
     temporary = out_dir.with_name(f".{out_dir.name}.tmp")
     error: Exception | None = None

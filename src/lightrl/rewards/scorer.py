@@ -41,10 +41,14 @@ class Scorer:
     """Gives samples their reward. `custom`, a function of one `Sample` (of a list with `reward.batched`), stands in for
     everything the config and the rows name.
 
-    Raises UserError for an unknown rule or a function that cannot be imported. Workers start when first needed.
+    Raises UserError for an unknown rule or a function that cannot be imported. Workers start when first needed. With
+    `shared`, another scorer, its workers and event loop are used: what an async function keeps (a client session)
+    belongs to one loop.
     """
 
-    def __init__(self, config: RewardConfig, custom: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, config: RewardConfig, custom: Callable[..., Any] | None = None, *, shared: Scorer | None = None
+    ) -> None:
         self.config = config
         self._custom_wins = custom is not None
         self._custom = custom
@@ -58,8 +62,8 @@ class Scorer:
             find_rule(config.type)
         if config.batched and self._custom is None:
             raise UserError(f"reward.batched is for functions of your own: reward.type = {config.type!r} is a rule")
-        self._caller = Caller()
-        self._pool = WorkerPool(pool_size(config.concurrency))
+        self._caller: Caller = Caller() if shared is None else shared._caller
+        self._pool: WorkerPool = WorkerPool(pool_size(config.concurrency)) if shared is None else shared._pool
         self._limiter: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._stats = RewardStats()
 

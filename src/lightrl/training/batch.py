@@ -21,12 +21,12 @@ def build_minibatches(
     aggregation: str,
     constant_length: int,
     cost: CostModel,
-    pad_token_id: int,
 ) -> list[list[Microbatch]]:
     """Plan together, exchange what changes rank, pack. `result[update][microbatch]`, as many on every rank.
 
-    Updates without a single loss token anywhere are left out, on all ranks alike. With `skip_zero_advantage`, samples
-    whose loss has no gradient are not computed; the loss is divided as if they were.
+    Updates without a single loss token anywhere are left out, on all ranks alike. Samples without a
+    loss token are not computed, and with `skip_zero_advantage` those whose loss has no gradient; the loss is divided as
+    if they were.
     """
     mine = [
         SampleSize(
@@ -36,7 +36,7 @@ def build_minibatches(
             prompt=len(s.prompt),
             response=len(s.response),
             loss_tokens=sum(s.loss_mask),
-            computed=s.advantage != 0 or not skip_zero_advantage,
+            computed=any(s.loss_mask) and (s.advantage != 0 or not skip_zero_advantage),
         )
         for s in samples
     ]
@@ -63,7 +63,7 @@ def build_minibatches(
                 ]
                 for unit in micro
             ]
-            batches.append(pack(units, weights, pad_token_id))
+            batches.append(pack(units, weights))
         return batches
 
     return [tensors(plan) for plan in plans]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightrl.config.schema import Config, DataConfig, EvalSetConfig
+from lightrl.config.schema import Config, DataConfig, EvalSetConfig, RewardConfig
 from lightrl.data import PromptSet, load_prompts
 from lightrl.distributed.mesh import World, deal
 from lightrl.engine.base import Engine, SamplingParams
@@ -26,17 +26,24 @@ class EvalSet:
 
 
 def load_eval_sets(
-    config: Config, tokenizer: Any, context_length: int, custom_reward: Callable[..., Any] | None
+    config: Config,
+    tokenizer: Any,
+    context_length: int,
+    custom_reward: Callable[..., Any] | None,
+    scorer: Scorer | None = None,
 ) -> list[EvalSet]:
-    """Read every set; keys left out come from `[data]`, `[reward]` and `[rollout]`. Errors before any model loads."""
+    """Read every set; keys left out come from `[data]`, `[reward]` and `[rollout]`. Errors before any model loads.
+
+    `scorer`, that of training, shares its workers with the sets'.
+    """
     sets = []
     for spec in config.eval.sets:
         limit = spec.max_response_tokens or config.rollout.max_response_tokens
         data = _data_config(config.data, spec)
         prompts = load_prompts(data, tokenizer, context_length=context_length, max_response_tokens=limit)
-        reward = config.reward if spec.reward is None else replace(config.reward, type=spec.reward)
+        reward = _reward_config(config.reward, spec)
         custom = custom_reward if spec.reward is None else None
-        scorer = Scorer(reward, custom=custom)
+        own_scorer = Scorer(reward, custom=custom, shared=scorer)
         if custom is None:
             check_labels(prompts, reward)
         sampling = SamplingParams(
@@ -47,7 +54,7 @@ def load_eval_sets(
             stop=tuple(config.rollout.stop),
             stop_token_ids=tuple(config.rollout.stop_token_ids),
         )
-        sets.append(EvalSet(config=spec, prompts=prompts, scorer=scorer, sampling=sampling))
+        sets.append(EvalSet(config=spec, prompts=prompts, scorer=own_scorer, sampling=sampling))
     return sets
 
 
@@ -55,6 +62,16 @@ def _data_config(data: DataConfig, spec: EvalSetConfig) -> DataConfig:
     names = ("split", "input_key", "label_key", "apply_chat_template", "system_prompt")
     given = {n: getattr(spec, n) for n in names if getattr(spec, n) is not None}
     return replace(data, path=spec.path, shuffle=False, **given)
+
+
+def _reward_config(reward: RewardConfig, spec: EvalSetConfig) -> RewardConfig:
+    """`reward.batched` is about functions, `reward.key` about what `reward.type` returns: other rules have neither."""
+    if spec.reward is None:
+        return reward
+    if ":" in spec.reward:
+        return replace(reward, type=spec.reward)
+    key = reward.key if spec.reward == reward.type else None
+    return replace(reward, type=spec.reward, batched=False, key=key)
 
 
 def evaluate(

@@ -182,7 +182,7 @@ def loss_weight(plan: MinibatchPlan, loss_tokens: int, *, aggregation: str, cons
     raise ValueError(f"unknown aggregation {aggregation!r}")
 
 
-def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[float]], pad_token_id: int) -> Microbatch:
+def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[float]]) -> Microbatch:
     """Tensors of one microbatch on the host. Samples of a unit share their prompt's rows.
 
     Without units, a single row that carries no loss: a rank with less work still takes part in every collective.
@@ -230,7 +230,7 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
                 flat["rollout"].extend(sample.rollout_logprobs or ())
             keys.append((sample.group_index, sample.index))
     if not rows:
-        segment([pad_token_id], 0, range(0))
+        segment([0], 0, range(0))  # an id that every model has; a tokenizer's pad id may lie beyond its vocabulary
     lengths_q = [b - a for a, b in pairwise(borders_q)]
     lengths_k = [b - a for a, b in pairwise(borders_k)]
     shares = any(len(unit) > 1 for unit in units)

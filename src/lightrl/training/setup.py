@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightrl.config.load import run_dir_fault
 from lightrl.config.schema import AlgorithmConfig, Config, EngineConfig, SyncConfig
 from lightrl.distributed.mesh import World, consecutive_group
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError
 from lightrl.models import load
+from lightrl.models.registry import stock_notice
 from lightrl.training.policy import Policy
+from lightrl.types import Prompt
 
 UNKNOWN_CONTEXT = 1 << 20  # tokens, for a model whose config states no limit
 
@@ -19,8 +24,23 @@ UNKNOWN_CONTEXT = 1 << 20  # tokens, for a model whose config states no limit
 def check(config: Config) -> None:
     """Rules between sections and required keys, for configs that were not loaded from a file too."""
     problems = config.validate() + config.required()
+    if config.log.save_samples and (fault := run_dir_fault(config.run.dir)) is not None:
+        problems.append(("run.dir", fault))
+    if "wandb" in config.log.trackers and find_spec("wandb") is None:
+        problems.append(("log.trackers", "wandb is not installed: pip install wandb, or take 'wandb' out"))
     if problems:
         raise UserError("; ".join(f"{key}: {text}" for key, text in problems))
+
+
+def check_vocabulary(prompts: Iterable[Prompt], tokenizer: Any, hf_config: Any) -> None:
+    """UserError for a tokenizer of another model: ids that this one has no embedding for."""
+    size = int(hf_config.get_text_config().vocab_size)
+    for prompt in prompts:
+        if max(prompt.tokens) >= size:
+            raise UserError(
+                f"{prompt.source}: token {max(prompt.tokens)} ({tokenizer.decode([max(prompt.tokens)])!r}) is none of "
+                f"the model's {size}: the tokenizer is not the model's; correct model.tokenizer"
+            )
 
 
 def load_reference(config: Config, world: World) -> Policy | None:
@@ -101,17 +121,26 @@ def _build_sglang(
     )
 
 
+def warnings(config: Config, policy: Policy, tokenizer: Any) -> list[str]:
+    """What goes, and is worth a look."""
+    found = [] if policy.module.packed else [stock_notice(policy.hf_config)]
+    if config.rollout.group_size == 1:
+        found.append(
+            "rollout.group_size = 1: an answer is compared with the others to its prompt, and alone has advantage 0: "
+            "nothing is learned from rewards"
+        )
+    ends = load.eos_token_ids(str(policy.source), policy.hf_config, tokenizer)
+    if not (ends or config.rollout.stop or config.rollout.stop_token_ids):
+        found.append(
+            "neither model nor tokenizer names an end-of-sequence token: every response runs into "
+            "rollout.max_response_tokens; set rollout.stop or rollout.stop_token_ids"
+        )
+    return found
+
+
 def may_skip_zero_advantage(config: AlgorithmConfig) -> bool:
     """Is a sample without advantage one without gradient?"""
     return config.skip_zero_advantage and not (config.kl_coef or config.entropy_coef or config.whiten)
-
-
-def pad_token_id(tokenizer: Any) -> int:
-    """Any valid id: rows that hold it carry no loss."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    return 0
 
 
 def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[str, object]:

@@ -23,7 +23,6 @@ from lightrl.engine.base import SamplingParams
 from lightrl.errors import UserError
 from lightrl.models import load
 from lightrl.models.export import export_hf
-from lightrl.models.registry import stock_notice
 from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.environment import environment, write_environment
@@ -59,11 +58,12 @@ class Trainer:
         self.config = config
         self.world = init_world(config.run.device, config.parallel.shard_size, config.parallel.timeout)
         self.console = Console(config.log, enabled=self.world.is_main)
-        self.run_dir = Path(config.run.dir)
+        self.run_dir = Path(config.run.dir).expanduser()
         self._load_data(reward)
         self._load_model()
         self.steps_done = 0
         self.policy_version = 0
+        self._torn = False  # an update was interrupted: weights and gradients are between two steps
 
     def _load_data(self, reward: Callable[..., Any] | None) -> None:
         config = self.config
@@ -78,11 +78,12 @@ class Trainer:
             context_length=self.context_length,
             max_response_tokens=config.rollout.max_response_tokens,
         )
+        setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
         self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         self.scorer = Scorer(config.reward, custom=reward)
         if reward is None:
             check_labels(self.prompts, config.reward)
-        self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward)
+        self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer)
         self.sampling = SamplingParams(
             max_new_tokens=config.rollout.max_response_tokens,
             temperature=config.rollout.temperature,
@@ -113,13 +114,17 @@ class Trainer:
         )
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
         self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
-        if not self.policy.module.packed:
-            self.console.warning(stock_notice(self.policy.hf_config))
+        for text in setup.warnings(config, self.policy, self.tokenizer):
+            self.console.warning(text)
 
     # ---- one step ----
 
     def step(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """One step on these prompts (all ranks get the same): collect, then update. Returns the step's metrics."""
+        if self._torn:
+            raise UserError(
+                "a step was interrupted in its updates: make a new Trainer, which resumes from a checkpoint"
+            )
         tally, algorithm = Tally(), self.config.algorithm
         timer = StageTimer()
         with timer("sync"):
@@ -136,6 +141,7 @@ class Trainer:
                 penalize_with_kl(groups, batch, self.world, algorithm)
             if algorithm.whiten:
                 whiten_advantages(batch, self.world)
+            self._torn = True
             for minibatch in batch:
                 result = update(
                     self.policy,
@@ -152,6 +158,7 @@ class Trainer:
                 tally.add("optim/skipped_updates", float(not result.stepped) / self.world.size, kind="sum")
         self.policy_version += 1
         self.steps_done += 1
+        self._torn = False
         tally.merge([rollout_metrics(groups, self.sampling.max_new_tokens)])
         if self.writer is not None:
             self.writer.write(self.steps_done, [s for g in groups for s in g.samples])
@@ -194,7 +201,6 @@ class Trainer:
             aggregation=algorithm.aggregation,
             constant_length=algorithm.constant_length or config.rollout.max_response_tokens,
             cost=self.cost,
-            pad_token_id=setup.pad_token_id(self.tokenizer),
         )
 
     def add_logprobs(self, batch: Sequence[Sequence[Microbatch]], tally: Tally) -> None:
@@ -243,7 +249,8 @@ class Trainer:
             if self.steps_done == 0 and config.eval.every and config.eval.at_start:
                 trackers.log(0, self.evaluate())
             while self.steps_done < config.run.steps:
-                metrics = self.step(self.source.next(config.rollout.prompts_per_step))
+                with self.source.dealt(config.rollout.prompts_per_step) as prompts:
+                    metrics = self.step(prompts)
                 step, last = self.steps_done, self.steps_done == config.run.steps
                 self.console.step(step, config.run.steps, metrics)
                 if config.eval.every and (step % config.eval.every == 0 or last):
@@ -252,7 +259,7 @@ class Trainer:
                 if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
                     self._save(checkpointer, metrics)
                 if config.checkpoint.hf_every and step % config.checkpoint.hf_every == 0:
-                    self.export(self.run_dir / "hf" / f"step_{step:06d}")
+                    self.export(self.run_dir / "hf" / f"step_{step:06d}", replace=True)
             checkpointer.wait()
         return metrics
 
@@ -276,24 +283,34 @@ class Trainer:
         self.console.evaluation(self.steps_done, metrics)
         return metrics | {"time/evaluate": timer.seconds("evaluate")}
 
-    def export(self, folder: Path) -> None:
-        """The present weights in Hugging Face format, in the precision of the checkpoint they came from."""
+    def export(self, folder: str | Path, *, replace: bool = False) -> None:
+        """The present weights in Hugging Face format, in the precision of the checkpoint they came from.
+
+        A folder that is not empty is a UserError; `replace` swaps it for the new one, whatever it holds.
+        """
         dtype = self.policy.hf_config.dtype or torch.float32
         export_hf(
             self.policy.module,
-            folder,
+            Path(folder),
             source=self.policy.source,
             dtype=dtype,
             is_main=self.world.is_main,
-            replace=True,
+            replace=replace,
         )
 
-    def load_checkpoint(self, folder: Path) -> None:
-        """Take weights, optimizer, schedule, data position and random state from one checkpoint folder."""
-        extra = Checkpointer(folder.parent, self.config.checkpoint).load(folder, self.policy.module, self.optimizer)
-        apply_settings(self.optimizer, self.config.optim)
-        self.schedule = self._schedule(updates_done=extra["updates"])
-        self.source.restore(extra["source"])
+    def load_checkpoint(self, folder: Path, *, weights_only: bool = False) -> None:
+        """Take weights, optimizer, schedule, data position and random state from one checkpoint folder.
+
+        `weights_only`, to evaluate: training data may be another than the checkpoint's.
+        """
+        checkpointer, module = Checkpointer(folder.parent, self.config.checkpoint), self.policy.module
+        if weights_only:
+            extra = checkpointer.load(folder, module, None, rng=False)
+        else:
+            extra = checkpointer.load(folder, module, self.optimizer)
+            apply_settings(self.optimizer, self.config.optim)
+            self.schedule = self._schedule(updates_done=extra["updates"])
+            self.source.restore(extra["source"])
         self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
 
     def close(self) -> None:
@@ -312,6 +329,9 @@ class Trainer:
         if found is not None and self.steps_done == 0:
             self.load_checkpoint(found)
             self.console.notice(f"resumed at step {self.steps_done} from {found}")
+        if self.steps_done >= self.config.run.steps:
+            done = f"step {self.steps_done} is done and run.steps = {self.config.run.steps}"
+            self.console.notice(f"nothing to train: {done}; raise it to go on")
         if self.world.is_main:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             write_whole(self.run_dir / "config.toml", dump_toml(self.config).encode())
