@@ -275,6 +275,25 @@ def test_optimizer_settings_follow_the_config_on_resume(trainer_for):
     assert {int(s["step"]) for s in resumed.optimizer.state.values()} == {4}
 
 
+def test_another_number_of_prompts_on_resume_repeats_no_draws(trainer_for):
+    """Group numbers, and with them the seeds of samples, go on where the checkpoint left off."""
+    trainer_for(run={"steps": 2}).train()
+    resumed = trainer_for(run={"steps": 3}, rollout={"prompts_per_step": 2}, log={"save_samples": False})
+    seen = []
+    resumed.scorer.score = _noting(resumed.scorer.score, seen)
+    resumed.train()
+    assert sorted(seen) == [8, 9]  # two steps of four came before
+    assert resumed.groups_done == 10
+
+
+def _noting(score, seen):
+    async def noted(samples):
+        seen.append(samples[0].group_index)
+        await score(samples)
+
+    return noted
+
+
 def test_resume_false_refuses_a_used_folder(trainer_for):
     trainer_for(run={"steps": 1}).train()
     with pytest.raises(UserError, match=r"run\.dir: .*already holds a run"):

@@ -138,7 +138,7 @@ class RolloutConfig:
     """Token ids that end a response, besides the model's EOS."""
     truncated: Literal["keep", "mask", "zero_reward"] = "keep"
     """Responses cut by length: train on them as scored, leave them out of the loss (they stay in the baseline), or
-    score them 0."""
+    give them 0 at most."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

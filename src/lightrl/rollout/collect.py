@@ -89,7 +89,7 @@ def _sample(
 
 
 def apply_truncation(groups: Sequence[SampleGroup], policy: str) -> None:
-    """What becomes of answers cut by length: `keep` as scored, `mask` out of the loss, `zero_reward`."""
+    """What becomes of answers cut by length: `keep` as scored, `mask` out of the loss, `zero_reward` (0 or less)."""
     if policy == "keep":
         return
     for group in groups:
@@ -99,7 +99,7 @@ def apply_truncation(groups: Sequence[SampleGroup], policy: str) -> None:
             if policy == "mask":
                 sample.loss_mask = [0] * sample.response_length
             elif sample.reward is not None:
-                sample.reward = 0.0
+                sample.reward = min(sample.reward, 0.0)  # a rule such as dapo gives less than 0 to wrong answers
 
 
 def run_async(work: Coroutine[Any, Any, R]) -> R:

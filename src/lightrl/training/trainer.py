@@ -63,6 +63,7 @@ class Trainer:
         self._load_model()
         self.steps_done = 0
         self.policy_version = 0
+        self.groups_done = 0
         self._torn = False  # an update was interrupted: weights and gradients are between two steps
 
     def _load_data(self, reward: Callable[..., Any] | None) -> None:
@@ -158,6 +159,7 @@ class Trainer:
                 tally.add("optim/skipped_updates", float(not result.stepped) / self.world.size, kind="sum")
         self.policy_version += 1
         self.steps_done += 1
+        self.groups_done += len(prompts)
         self._torn = False
         tally.merge([rollout_metrics(groups, self.sampling.max_new_tokens)])
         if self.writer is not None:
@@ -167,8 +169,8 @@ class Trainer:
 
     def collect(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
         """This rank's share of the prompts, sampled and scored. The weights are in the engine."""
-        first = self.steps_done * self.config.rollout.prompts_per_step
-        mine = deal(self.world, list(enumerate(prompts, start=first)), self.config.engine.tensor_parallel)
+        numbered = list(enumerate(prompts, start=self.groups_done))
+        mine = deal(self.world, numbered, self.config.engine.tensor_parallel)
         group_size = self.config.rollout.group_size
         with self.console.progress("generating", total=len(mine) * group_size) as bar:
             groups = run_async(
@@ -312,6 +314,12 @@ class Trainer:
             self.schedule = self._schedule(updates_done=extra["updates"])
             self.source.restore(extra["source"])
         self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
+        self.groups_done = extra["groups"]
+        if extra["model"] != self.config.model.path:
+            self.console.warning(
+                f"model.path: {self.config.model.path} was {extra['model']} when this checkpoint was "
+                "written: weights are the checkpoint's, reference and exported files those of the new path"
+            )
 
     def close(self) -> None:
         """Free engine and reward workers."""
@@ -362,6 +370,8 @@ class Trainer:
             extra={
                 "step": self.steps_done,
                 "policy_version": self.policy_version,
+                "groups": self.groups_done,
+                "model": self.config.model.path,
                 "updates": self.schedule.last_epoch,
                 "source": self.source.state(),
             },
