@@ -238,6 +238,11 @@ class ParallelConfig:
     """Packed tokens in one forward, a rank. A longer single sample gets a microbatch of its own."""
     share_prompts: bool = True
     """Compute a prompt once for all its samples in a microbatch, where the attention allows it."""
+    offload: Literal["auto", "always", "never"] = "auto"
+    """Parameters and optimizer state leave the GPU for page-locked host memory while an engine in another process
+    generates on it: `auto` only where the engine's memory is not free otherwise."""
+    offload_host_gib: PositiveFloat | None = None
+    """Host memory a rank may take for it; default: as much as its state."""
     timeout: Seconds = 1800.0
     """Seconds a collective may wait before the run is ended with an error."""
 

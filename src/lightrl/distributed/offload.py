@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+from weakref import finalize
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -32,6 +33,7 @@ _DIRECT = _MIB  # smaller storages are copied through one flat buffer: a copy of
 _PACKED = 32 * _MIB  # … of at most this
 _ALIGN = 512  # the allocator's granularity, too
 _THREADS = 8
+_MARGIN = _GIB  # what an engine takes while it runs, beside what it asks for
 
 
 class HostMemory:
@@ -46,6 +48,9 @@ class HostMemory:
         self._chunks: list[Tensor] = []
         self._starts: list[int] = []
         self.nbytes = 0
+        # CUDA must let go of the pages before they are unmapped, or the next mapping at their address cannot be used.
+        self._release = finalize(self, _unlock, self._chunks, pin)
+        self._release.atexit = False  # the process's end unlocks them
 
     def reserve(self, nbytes: int) -> None:
         """Have at least `nbytes`. UserError, before anything is allocated, where that is more than the limit."""
@@ -69,10 +74,8 @@ class HostMemory:
 
     def close(self) -> None:
         """Give all of it back."""
-        if self._pin:
-            for chunk in self._chunks:
-                _check(torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr()))
-        self._chunks, self._starts, self.nbytes = [], [], 0
+        _unlock(self._chunks, self._pin)
+        self._starts, self.nbytes = [], 0
 
     def _grow(self, nbytes: int) -> None:
         try:
@@ -324,6 +327,41 @@ class Offloader:
             torch.cuda.synchronize(self.device)
 
 
+class TrainingState:
+    """What training keeps on this rank's GPU, and whether it leaves while an engine generates (`parallel.offload`).
+
+    `auto`: only where the engine would not find its memory otherwise.
+    """
+
+    def __init__(self, offloader: Offloader, mode: Literal["auto", "always", "never"]) -> None:
+        self._offloader, self._mode = offloader, mode
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self._offloader.is_offloaded
+
+    def free_cache(self, nbytes: int) -> None:
+        """Give what torch's allocator keeps unused back to the driver, if `nbytes` are not free without it."""
+        device = self._offloader.device
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < nbytes:
+            torch.cuda.empty_cache()
+
+    def make_room(self, nbytes: int) -> None:
+        """An engine is about to take `nbytes` of device memory: leave, if need be. What is away stays away."""
+        if self._mode == "always" or (self._mode == "auto" and self._offloader.needed(nbytes + _MARGIN)):
+            self._offloader.offload()
+        else:
+            self.free_cache(nbytes + _MARGIN)
+
+    def come_back(self) -> None:
+        """All of it on the GPU again, once the engine has released its memory."""
+        self._offloader.onload()
+
+    def close(self) -> None:
+        """As `come_back`, and the host memory is given back."""
+        self._offloader.close()
+
+
 def _plan(storages: Iterable[UntypedStorage], start: int) -> tuple[list[_Batch], int]:
     """Batches with their places on the host from byte `start`, large storages first; and the first byte after them."""
     batches: list[_Batch] = []
@@ -373,6 +411,14 @@ def _nested(value: Any) -> Iterator[Tensor]:
 def _bytes(storage: UntypedStorage) -> Tensor:
     """A storage as a flat tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _unlock(chunks: list[Tensor], pinned: bool) -> None:
+    """Empty the list; its memory is no longer page-locked."""
+    while chunks:
+        chunk = chunks.pop()
+        if pinned:
+            _check(torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr()))
 
 
 def _round_up(value: int, multiple: int) -> int:

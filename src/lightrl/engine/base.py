@@ -97,3 +97,11 @@ class GroupLoader(Protocol):
 
     def load_groups(self, groups: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> None:
         """As `load_weights`. A group's tensors are valid until the next is asked for; may be gone through twice."""
+
+
+@runtime_checkable
+class Colocated(Protocol):
+    """An engine in another process on the trainer's own GPUs."""
+
+    def room(self, tag: str) -> int:
+        """Bytes of this rank's GPU that `onload` of `tag` will take; 0 while they are taken, or not known yet."""

@@ -83,6 +83,7 @@ class SGLangEngine:
         self._model, self._config, self._sync = model, config, sync
         self._device, self._group, self._member = device, group, member
         self._released: set[str] = set()
+        self._room: dict[str, int] = {}
         self._sender: BucketSender | None = None
         self._num_syncs = 0
         self._rids: dict[str, set[str]] = {}
@@ -90,10 +91,25 @@ class SGLangEngine:
         self._count = 0
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._closed = False
-        self._host = self._start(seed, log_dir) if member == 0 else None
+        share = self._share_of_free()
+        self._host = self._start(seed, log_dir, share) if member == 0 else None
         self._barrier()
 
-    def _start(self, seed: int, log_dir: Path) -> HostProcess:
+    def _share_of_free(self) -> float:
+        """`engine.memory_fraction`, which is of the whole GPU, as SGLang wants it: of what is free at its start."""
+        if self._device.type != "cuda":
+            return self._config.memory_fraction
+        free, total = torch.cuda.mem_get_info(self._device)
+        share = self._config.memory_fraction / min(float(f) for f in self._gather(str(free / total)))
+        if share > 0.95:
+            raise UserError(
+                f"engine.memory_fraction: {self._config.memory_fraction} of the GPU are not free beside the training "
+                f"state ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are): lower it, let the state leave with "
+                "parallel.offload = 'always', or shard over more ranks"
+            )
+        return share
+
+    def _start(self, seed: int, log_dir: Path, memory_fraction: float) -> HostProcess:
         config, model = self._config, self._model
         index = self._device.index or 0
         settings = {
@@ -105,7 +121,7 @@ class SGLangEngine:
             "gpu": index,
             "capability": list(torch.cuda.get_device_capability(self._device)),
             "seed": (seed + index) % 2**31,
-            "memory_fraction": config.memory_fraction,
+            "memory_fraction": memory_fraction,
             "max_batch": config.max_batch,
             "max_prefill_tokens": config.max_prefill_tokens,
             "port": _free_port(),
@@ -293,15 +309,26 @@ class SGLangEngine:
         _check_tags(tags)
         if self._rids:
             raise RuntimeError(f"{len(self._rids)} requests are under way: await or abort them before offload")
-        if (new := [t for t in ("kv_cache", "weights") if t in tags and t not in self._released]) and self._host:
-            self._host.call("release", tags=new)
-        self._released.update(new)
-        self._barrier()  # the others' GPUs are free as well now
+        for tag in (t for t in reversed(_TAGS) if t in tags and t not in self._released):
+            before = self._free_memory()
+            if self._host is not None:
+                self._host.call("release", tags=[tag])
+            self._barrier()  # the others' GPUs are free as well now
+            self._room[tag] = max(self._room.get(tag, 0), self._free_memory() - before)
+            self._released.add(tag)
+
+    def room(self, tag: str) -> int:
+        """Bytes of this rank's GPU that `onload` of `tag` will take; 0 while they are taken."""
+        return self._room[tag] if tag in self._released else 0
 
     def onload(self, tags: tuple[str, ...] = _TAGS) -> None:
         """Take released memory again. After `weights`, new ones must be loaded before generating."""
         _check_tags(tags)
-        if (new := [t for t in _TAGS if t in tags and t in self._released]) and self._host:
+        new = [t for t in _TAGS if t in tags and t in self._released]
+        if not new:
+            return
+        self._barrier()  # the others have made room as well
+        if self._host is not None:
             self._host.call("resume", tags=new)
         self._released.difference_update(new)
 
@@ -318,6 +345,9 @@ class SGLangEngine:
             self._host.stop()
         if self._sender is not None:
             self._sender.close()
+
+    def _free_memory(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
 
     # ---- the group
 

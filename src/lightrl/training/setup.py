@@ -8,9 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from lightrl.config.load import run_dir_fault
-from lightrl.config.schema import AlgorithmConfig, Config, EngineConfig, SyncConfig
+from lightrl.config.schema import AlgorithmConfig, Config, EngineConfig, ParallelConfig, SyncConfig
 from lightrl.distributed.mesh import World, consecutive_group
+from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError
 from lightrl.models import load
@@ -18,6 +22,7 @@ from lightrl.models.registry import stock_notice
 from lightrl.training.policy import Policy
 from lightrl.types import Prompt
 
+_BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations
 UNKNOWN_CONTEXT = 1 << 20  # tokens, for a model whose config states no limit
 
 
@@ -53,6 +58,13 @@ def load_reference(config: Config, world: World) -> Policy | None:
     return Policy.load(model, world, frozen=True)
 
 
+def training_state(config: ParallelConfig, policy: Policy, reference: Policy | None, optimizer: Any) -> TrainingState:
+    """What may leave the GPU while engines generate: the policy with its optimizer, and the reference."""
+    modules = nn.ModuleList([policy.module] if reference is None else [policy.module, reference.module])
+    limit = None if config.offload_host_gib is None else int(config.offload_host_gib * 2**30)
+    return TrainingState(Offloader(modules, optimizer, max_host_bytes=limit), config.offload)
+
+
 def build_engine(
     config: EngineConfig,
     policy: Policy,
@@ -64,13 +76,25 @@ def build_engine(
     world: World | None = None,
     run_dir: Path = Path("."),
     seed: int = 0,
+    state: TrainingState | None = None,
 ) -> Engine:
-    """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`."""
+    """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`.
+
+    The training `state` leaves the GPU while the engine starts, where it would not find its share of the memory;
+    afterwards the engine's memory is released.
+    """
     if config.kind == "sglang":
         assert world is not None, "SGLang's engine needs to know its ranks"
-        return _build_sglang(
+        if state is not None and policy.device.type == "cuda":
+            total = torch.cuda.get_device_properties(policy.device).total_memory
+            state.make_room(int((config.memory_fraction + _BESIDE) * total))
+        engine = _build_sglang(
             config, sync or SyncConfig(), policy, tokenizer, context_length, trust_remote_code, world, run_dir, seed
         )
+        if state is not None:
+            engine.offload()
+            state.come_back()
+        return engine
     from lightrl.engine.transformers import TransformersEngine
 
     return TransformersEngine(

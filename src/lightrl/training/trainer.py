@@ -102,6 +102,7 @@ class Trainer:
         self.reference = setup.load_reference(config, self.world)
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(updates_done=0)
+        self.state = setup.training_state(config.parallel, self.policy, self.reference, self.optimizer)
         self.engine = setup.build_engine(
             config.engine,
             self.policy,
@@ -112,6 +113,7 @@ class Trainer:
             world=self.world,
             run_dir=self.run_dir,
             seed=config.run.seed,
+            state=self.state,
         )
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
         self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
@@ -129,11 +131,11 @@ class Trainer:
         tally, algorithm = Tally(), self.config.algorithm
         timer = StageTimer()
         with timer("sync"):
-            sync_weights(self.policy, self.engine, self.policy_version)
+            sync_weights(self.policy, self.engine, self.policy_version, self.state)
         with timer("generate"):
             groups = self.collect(prompts)
         with timer("sync"):
-            release_engine(self.policy, self.engine)
+            release_engine(self.policy, self.engine, self.state)
         with timer("train"):
             set_advantages(groups, normalize_std=algorithm.normalize_std)
             batch = self.pack(groups)
@@ -269,7 +271,7 @@ class Trainer:
         """Metrics of all `[[eval.sets]]` for the present weights."""
         timer = StageTimer()
         with timer("evaluate"):
-            sync_weights(self.policy, self.engine, self.policy_version)
+            sync_weights(self.policy, self.engine, self.policy_version, self.state)
             metrics = evaluate(
                 self.engine,
                 self.eval_sets,
@@ -281,7 +283,7 @@ class Trainer:
                 writer=self.writer,
                 ranks_per_engine=self.config.engine.tensor_parallel,
             )
-            release_engine(self.policy, self.engine)
+            release_engine(self.policy, self.engine, self.state)
         self.console.evaluation(self.steps_done, metrics)
         return metrics | {"time/evaluate": timer.seconds("evaluate")}
 
@@ -324,6 +326,7 @@ class Trainer:
     def close(self) -> None:
         """Free engine and reward workers."""
         self.engine.close()
+        self.state.close()
         self.scorer.close()
         for eval_set in self.eval_sets:
             eval_set.scorer.close()
