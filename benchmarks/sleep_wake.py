@@ -44,6 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 GB = 1e9
 BLOCK = 1 << 30
 RATE_GOAL, CYCLE_GOAL = 0.9, 1 / 1.2
+STEP_GOALS = {"Qwen3-0.6B": 0.5}
 
 
 def add_arguments(parser: Any) -> None:
@@ -51,6 +52,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--shapes", default="Qwen3-0.6B,Qwen3-4B", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--ranks", default="1,2", help="numbers of GPUs, one run each")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each, taking turns")
+    parser.add_argument("--engine", action="store_true", help="also SGLang's memory, on one GPU")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -58,18 +60,18 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for ranks in args.ranks.split(","):
         for shape in args.shapes.split(","):
-            measured = run_ranks(shape, int(ranks), args.repeats)
+            measured = run_ranks(shape, int(ranks), args.repeats, args.engine and ranks == "1")
             print(json.dumps(measured), flush=True)
             rows += make_rows(shape, int(ranks), measured)
     return rows
 
 
-def run_ranks(shape: str, ranks: int, repeats: int) -> dict[str, Any]:
+def run_ranks(shape: str, ranks: int, repeats: int, engine: bool) -> dict[str, Any]:
     """Measure under torchrun; what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "measured.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += [str(HERE / "sleep_wake.py"), shape, str(repeats), str(out)]
+        command += [str(HERE / "sleep_wake.py"), shape, str(repeats), str(int(engine)), str(out)]
         subprocess.run(command, check=True)
         return dict(json.loads(out.read_text()))
 
@@ -98,10 +100,22 @@ def make_rows(shape: str, ranks: int, measured: dict[str, Any]) -> list[dict[str
         f"{case}, both", "s", ours, peer, better="lower", peer_name="bare page-locked copies",
         limit=float(f"{min(peer):.4g}"), goal=float(f"{CYCLE_GOAL:.3g}"), note=note,
     )  # fmt: skip
-    return [*rows, row]
+    rows.append(row)
+    if "engine" in measured:
+        sleep, wake, taken = (measured["engine"][key] for key in ("sleep", "wake", "gib"))
+        whole = [a + b + c for a, b, c in zip(ours, sleep, wake, strict=True)]
+        aim = f"; aim: at most {STEP_GOALS[shape]} s" if shape in STEP_GOALS else ""
+        rows += [
+            common.result_row(
+                f"SGLang {shape}, release and take again", "s", [a + b for a, b in zip(sleep, wake, strict=True)],
+                better="lower", note=f"{taken:.1f} GiB: weights, then KV cache; weights come anew by the sync",
+            ),
+            common.result_row(f"{case} and SGLang, a step", "s", whole, better="lower", note=f"the sum of both{aim}"),
+        ]  # fmt: skip
+    return rows
 
 
-def measure(shape: str, repeats: int, out: Path) -> None:
+def measure(shape: str, repeats: int, with_engine: bool, out: Path) -> None:
     """One rank's part."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
@@ -160,14 +174,52 @@ def measure(shape: str, repeats: int, out: Path) -> None:
             if repeat:  # the first is a warm-up
                 times[name].append(seconds)
     assert checksum(tensors) == before
+    engine = measure_engine(shape, world, model, repeats, timed) if with_engine else None
     if world.is_main:
         result = {
             **times, "bytes": total, "host_gib": offloader.host_bytes / 2**30, "pageable": pageable_rate,
             "lock": first - min(times["offload"]), "left_gib": (left[1] - left[0]) / 2**30,
         }  # fmt: skip
-        out.write_text(json.dumps(result))
+        out.write_text(json.dumps(result if engine is None else result | {"engine": engine}))
     world.barrier()
     close_world()
+
+
+def measure_engine(
+    shape: str, world: Any, model: Any, repeats: int, timed: Callable[[Callable[[], Any]], float]
+) -> dict[str, Any]:
+    """Seconds of SGLang's release (weights and KV cache) and of taking both again, beside the sharded `model`."""
+    import torch
+
+    from lightrl.config.schema import EngineConfig, SyncConfig
+    from lightrl.distributed.fsdp import WholeTensors
+    from lightrl.engine.sglang import Model, SGLangEngine
+
+    folder = Path(tempfile.mkdtemp(prefix="lightrl_sleep_"))
+    config = model.config
+    config.architectures, config.dtype = ["Qwen3ForCausalLM"], torch.bfloat16
+    config.save_pretrained(folder)
+    stream = WholeTensors.of(model, model, torch.bfloat16)
+    engine = SGLangEngine(
+        Model(
+            path=folder, layout=stream.layout(), eos_token_ids=[0], decode=str, dtype=torch.bfloat16,
+            context_length=4096, vocab_size=config.vocab_size,
+        ),
+        EngineConfig(kind="sglang", memory_fraction=0.4, max_batch=64),
+        SyncConfig(),
+        device=world.device, log_dir=folder,
+    )  # fmt: skip
+    engine.load_groups(stream, 0)
+    times: dict[str, Any] = {"sleep": [], "wake": []}
+    for repeat in range(repeats + 1):
+        now = {"sleep": timed(engine.offload)}
+        times["gib"] = (engine.room("weights") + engine.room("kv_cache")) / 2**30
+        now["wake"] = timed(engine.onload)
+        if repeat:
+            for name, seconds in now.items():
+                times[name].append(seconds)
+    engine.close()
+    return times
 
 
 def copy_blocks(target: Any, source: Any, total: int) -> None:
@@ -186,4 +238,4 @@ def checksum(tensors: list[Any]) -> list[int]:
 
 
 if __name__ == "__main__":
-    measure(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    measure(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", Path(sys.argv[4]))

@@ -86,6 +86,16 @@ def engine(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> 
     made.close()
 
 
+def truncated_jointly(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """[N, V] log-probs (-inf outside what is kept). SGLang takes the nucleus of the whole distribution and its best k;
+    transformers takes the nucleus of the best k."""
+    probs, order = logits.softmax(-1).sort(-1, descending=True)
+    keep = probs.cumsum(-1) - probs <= top_p
+    keep[:, top_k or keep.shape[1] :] = False
+    kept = torch.zeros_like(probs).scatter(-1, order, probs * keep)
+    return (kept / kept.sum(-1, keepdim=True)).log()
+
+
 def check_logprobs(
     engine: SGLangEngine, model: torch.nn.Module, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> None:
@@ -101,7 +111,7 @@ def check_logprobs(
         for completion in completions:
             tokens = torch.tensor(completion.tokens)[:, None]
             logits = contract.reference_logits(model, request, completion)
-            kept = contract.truncated_logprobs(logits, temperature, top_k, top_p)
+            kept = truncated_jointly(logits / temperature, top_k, top_p)
             expected.append(kept.gather(1, tokens)[:, 0])
             everything.append((logits / temperature).log_softmax(-1).gather(1, tokens)[:, 0])
             found.append(torch.tensor(completion.logprobs))

@@ -189,7 +189,11 @@ class SGLangEngine:
             host.submit("abort", rids=[rid])
 
     def _sampling(self, request: GenerateRequest, number: int) -> dict[str, Any]:
-        """SGLang's sampling parameters. EOS ids are given as stop ids: without a tokenizer it knows only some."""
+        """SGLang's sampling parameters.
+
+        EOS ids are given as stop ids: without a tokenizer it knows only some. Nucleus sampling gets a top_k that cuts
+        nothing: without one SGLang does not say what the kept tokens sum up to.
+        """
         sampling = request.sampling
         room = self._model.context_length - len(request.tokens)
         stop_ids = sorted({*self._model.eos_token_ids, *sampling.stop_token_ids})
@@ -197,7 +201,7 @@ class SGLangEngine:
             "max_new_tokens": min(sampling.max_new_tokens, room),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
+            "top_k": sampling.top_k or (self._model.vocab_size if sampling.top_p < 1 else -1),
             "ignore_eos": sampling.ignore_eos,
             "stop_token_ids": [] if sampling.ignore_eos else stop_ids,
         }
