@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,9 +56,7 @@ def train(ctx: typer.Context) -> None:
 
     On several GPUs or processes: torchrun --nproc-per-node 8 -m lightrl train run.toml
     """
-    from lightrl.config.load import load_for_run
-
-    config = load_for_run(*_split(ctx.args))
+    config = _load(*_split(ctx.args))
     _recorded(lambda: _train(config))
 
 
@@ -69,16 +68,16 @@ def evaluate(
         typer.Option(help="Evaluate this checkpoint or Hugging Face folder, not the newest checkpoint of run.dir."),
     ] = None,
 ) -> None:
-    """Evaluate on the [[eval.sets]]: the newest checkpoint in run.dir, or the starting model without one."""
-    from lightrl.config.load import load_for_run
+    """Evaluate on the [[eval.sets]]: the newest checkpoint in run.dir, or the starting model without one.
 
+    Samples of anything else than a step of the run go to a folder of their own, run.dir/eval/NAME.
+    """
     paths, overrides = _split(ctx.args)
     if checkpoint is not None:
         _must_be_folder(checkpoint, "eval: --checkpoint")
-        if (checkpoint / "config.json").is_file():  # a Hugging Face folder: the model itself, not a state of a run
+        if _is_model(checkpoint):
             overrides += [f"--model.path={checkpoint.absolute()}", "--run.resume=false"]
-            checkpoint = None
-    config = load_for_run(paths, overrides, evaluate=True)
+    config = _load(paths, overrides, evaluate=True)
     _recorded(lambda: _evaluate(config, checkpoint))
 
 
@@ -114,10 +113,8 @@ def show(ctx: typer.Context) -> None:
 @config_app.command(context_settings=_RAW, options_metavar=_CONFIG_ARGS, epilog=_CONFIG_EPILOG)
 def check(ctx: typer.Context) -> None:
     """Check keys, types, ranges, and that a training run has what it needs; start nothing."""
-    from lightrl.config.load import load_for_run
-
     paths, overrides = _split(ctx.args)
-    load_for_run(paths, overrides)
+    _load(paths, overrides)
     print(f"OK: {' + '.join(paths) or 'the command line'} is a valid configuration")
 
 
@@ -186,6 +183,14 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return paths, overrides
 
 
+def _load(paths: Sequence[str], overrides: Sequence[str], *, evaluate: bool = False) -> Config:
+    """The config of a command that runs something, checked as far as can be without torch."""
+    from lightrl.config.load import load_for_run
+    from lightrl.rewards.registry import fault
+
+    return load_for_run(paths, overrides, evaluate=evaluate, code_fault=fault)
+
+
 def _train(config: Config) -> None:
     from lightrl.distributed.mesh import close_world
     from lightrl.training.trainer import Trainer
@@ -199,27 +204,64 @@ def _train(config: Config) -> None:
 
 
 def _evaluate(config: Config, checkpoint: Path | None) -> None:
+    from dataclasses import replace
+
     from lightrl.distributed.mesh import close_world
-    from lightrl.training.checkpoint import find_fault, latest
     from lightrl.training.trainer import Trainer
 
-    if checkpoint is not None and (checkpoint / "checkpoints").is_dir():
-        folder = latest(checkpoint / "checkpoints")
-    elif checkpoint is not None:
-        if fault := find_fault(checkpoint.resolve()):
-            raise UserError(f"eval: --checkpoint: {checkpoint} is neither a model nor a whole checkpoint: {fault}")
-        folder = checkpoint.resolve()
-    else:
-        folder = latest(Path(config.run.dir).expanduser() / "checkpoints") if config.run.resume else None
+    state = _state_to_evaluate(config, checkpoint)
+    what, where = str(state or config.model.path), ""
+    if not _is_of_the_run(config, checkpoint, state):
+        folder = str(Path(config.run.dir) / "eval" / _name_of(what))
+        config = replace(config, run=replace(config.run, dir=folder))
+        where = f"; samples go to {folder}" if config.log.save_samples else ""
     trainer = Trainer(config)
     try:
-        if folder is not None:
-            trainer.load_checkpoint(folder, weights_only=True)
-        trainer.console.notice(f"evaluating {folder or config.model.path}")
+        if state is not None:
+            trainer.load_checkpoint(state, weights_only=True)
+        trainer.console.notice(f"evaluating {what}{where}")
         trainer.evaluate()
     finally:
         trainer.close()
     close_world()
+
+
+def _is_model(folder: Path) -> bool:
+    """A Hugging Face folder: the model itself, not a state of a run."""
+    return (folder / "config.json").is_file()
+
+
+def _state_to_evaluate(config: Config, checkpoint: Path | None) -> Path | None:
+    """Checkpoint folder that `lightrl eval` loads; None for the model at `model.path` as it is."""
+    from lightrl.training.checkpoint import find_fault, latest
+
+    if checkpoint is None:
+        return latest(Path(config.run.dir).expanduser() / "checkpoints") if config.run.resume else None
+    if _is_model(checkpoint):
+        return None
+    if (checkpoint / "checkpoints").is_dir():
+        if (newest := latest(checkpoint / "checkpoints")) is None:
+            raise UserError(f"eval: --checkpoint: {checkpoint} has no checkpoint yet; name another")
+        return newest
+    if fault := find_fault(checkpoint.resolve()):
+        raise UserError(f"eval: --checkpoint: {checkpoint} is neither a model nor a whole checkpoint: {fault}")
+    return checkpoint.resolve()
+
+
+def _is_of_the_run(config: Config, checkpoint: Path | None, state: Path | None) -> bool:
+    """Whether what is evaluated is a step of the run in `run.dir`: only its samples may stand beside the run's."""
+    from lightrl.config.load import holds_run
+
+    run_dir = Path(config.run.dir).expanduser()
+    if state is not None:
+        return state.resolve().parent == (run_dir / "checkpoints").resolve()
+    return checkpoint is None and not holds_run(run_dir)  # step 0 of a run to come, not of one that has its own
+
+
+def _name_of(what: str) -> str:
+    """Folder name for a model or checkpoint: the last two words of its path, such as `other-run-step_000050`."""
+    words = [part for part in Path(what).parts if part != "checkpoints"]
+    return re.sub(r"[^\w.-]+", "-", "-".join(words[-2:])).strip("-.")
 
 
 def _recorded(run: Callable[[], T]) -> T:

@@ -106,23 +106,44 @@ def test_eval_picks_the_checkpoint(trainer: type[FakeTrainer], capsys: pytest.Ca
         assert run(*words, *more) == 0
         return trainer.made[-1].calls
 
+    def where() -> str:
+        return trainer.made[-1].config.run.dir
+
     end = ["evaluate", "close", "leave"]
     assert calls() == ["notice evaluating org/model", *end]
+    assert where() == "runs/lightrl"
     for step in ("step_000001", "step_000002"):
         folder = Path("runs/lightrl/checkpoints", step)
         folder.mkdir(parents=True)
         (folder / "COMMITTED").touch()
     assert calls() == ["load step_000002", "notice evaluating runs/lightrl/checkpoints/step_000002", *end]
-    assert calls("--run.resume=false") == ["notice evaluating org/model", *end]
     assert calls("--checkpoint", "runs/lightrl")[0] == "load step_000002"
+    assert where() == "runs/lightrl"
     assert calls("--checkpoint", str(folder.parent / "step_000001"), "--checkpoint.every", "5")[0] == "load step_000001"
     assert trainer.made[-1].config.checkpoint.every == 5
+    assert where() == "runs/lightrl"
     Path("hf").mkdir()
     Path("hf/config.json").touch()
-    assert calls("--checkpoint", "hf") == [f"notice evaluating {Path('hf').absolute()}", *end]
+    name = f"{Path.cwd().name}-hf"
+    said = f"notice evaluating {Path('hf').absolute()}; samples go to "
+    assert calls("--checkpoint", "hf") == [f"{said}runs/lightrl/eval/{name}", *end]
     assert trainer.made[-1].config.model.path == str(Path("hf").absolute())
+    assert where() == f"runs/lightrl/eval/{name}"
+    # Nor is a model a step of a run that is still to come, or another run's checkpoint, or the start of a run that
+    # has a step 0 of its own.
+    assert calls("--checkpoint", "hf", "--run.dir", "new")[0] == f"{said}new/eval/{name}"
+    assert calls("--checkpoint", "runs/lightrl", "--run.dir", "new")[0] == "load step_000002"
+    assert where() == "new/eval/lightrl-step_000002"
+    assert calls("--run.resume=false") == [
+        "notice evaluating org/model; samples go to runs/lightrl/eval/org-model",
+        *end,
+    ]
+    assert calls("--run.resume=false", "--log.save_samples=false")[0] == "notice evaluating org/model"
 
-    Path("empty").mkdir()
+    Path("empty/checkpoints").mkdir(parents=True)
+    assert run(*words, "--checkpoint", "empty") == 2
+    assert capsys.readouterr().err == "error: eval: --checkpoint: empty has no checkpoint yet; name another\n"
+    Path("empty/checkpoints").rmdir()
     capsys.readouterr()
     assert run(*words, "--checkpoint", "empty") == 2
     assert run(*words, "--checkpoint", "gone") == 2
@@ -280,6 +301,72 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
     assert "lightrl config list" in done.stdout
     for section in sections():  # `train --help` names every section
         assert f"{section}," in done.stdout or f"{section}." in done.stdout
+
+
+MISTAKES = """
+[model]
+path = "org/m"
+[data]
+path = "org/d"
+[reward]
+type = "mth"
+[[eval.sets]]
+name = "a"
+path = "org/x"
+reward = "mine:reward"
+[[eval.sets]]
+name = "b"
+path = "org/x"
+reward = "lib.sub.grade:exact"
+[run]
+dir = "used"
+resume = false
+"""
+
+
+def quick(*commands: str) -> tuple[list[int], list[str]]:
+    """Exit statuses of commands run in one new process, and what they print on stderr; none may import torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", QUICK, json.dumps([command.split() for command in commands])],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *errors, last = done.stderr.splitlines()
+    statuses, heavy = json.loads(last)
+    assert heavy == []
+    return statuses, errors
+
+
+def test_code_that_is_not_there_is_told_without_torch() -> None:
+    """Rules, functions and a folder in use, with file and line; modules that import torch are read, not run."""
+    Path("mine.py").write_text("import torch\ndef rewards(sample):\n    return 0.0\n")
+    Path("lib/sub").mkdir(parents=True)
+    Path("lib/__init__.py").write_text("import torch\n")
+    Path("lib/sub/grades.py").write_text("import torch\nexact = len\n")
+    Path("used/checkpoints/step_000001").mkdir(parents=True)
+    Path("run.toml").write_text(MISTAKES)
+    rules = "math, deepscaler, dapo, f1, gpqa, exact, number, random"
+    found = [
+        f"error: run.toml:7: reward.type: no reward rule 'mth': did you mean 'math'? the rules are {rules} "
+        "(boxed_NAME grades the last box); a function of your own is written package.module:function",
+        "error: run.toml:11: eval.sets[0].reward: mine has no 'reward' (did you mean 'rewards'?)",
+        f"error: run.toml:15: eval.sets[1].reward: no module 'lib.sub.grade' in {Path.cwd()} or among the installed "
+        "packages: did you mean 'lib.sub.grades'?",
+    ]
+    used = (
+        "error: run.toml:17: run.dir: used already holds a run; name another folder, or continue with run.resume = true"
+    )
+    assert quick("train run.toml") == ([2], [*found, used])
+    assert quick("config check run.toml") == ([2], [*found, used])
+    assert quick("eval run.toml") == ([2], found)  # which may look into a folder that is used
+    assert quick("train run.toml --reward.type mine.py:rewards --eval.sets [] --run.resume true") == (
+        [2],
+        ["error: --reward.type: no module 'mine.py' in " + str(Path.cwd()) + " or among the installed packages: run "
+         "from its folder, or install it"],
+    )  # fmt: skip
+    assert quick("config check run.toml --reward.type mine:rewards --eval.sets [] --run.resume true") == ([0], [])
 
 
 def test_module_runs_as_a_script() -> None:

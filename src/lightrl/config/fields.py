@@ -7,12 +7,14 @@ import dataclasses
 import inspect
 import json
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightrl.config import schema
-from lightrl.config.schema import Config
+from lightrl.config.lines import Path
+from lightrl.config.schema import CODE, Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +175,18 @@ def hint_at(section: str, path: tuple[str | int, ...]) -> Any:
         else:
             return Any
     return hint
+
+
+def code_in(value: Any, hint: Any = Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Keys whose value names code (`schema.Code`), with the value, where they are set; in lists and tables too."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for name, inner in hints(type(value)).items():
+            yield from code_in(getattr(value, name), inner, (*path, name))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from code_in(item, get_args(bare(hint))[0], (*path, i))
+    elif value and any(CODE in getattr(member, "__metadata__", ()) for member in union_members(hint)):
+        yield path, value
 
 
 def toml(value: Any) -> str:

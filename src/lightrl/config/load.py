@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path as FilePath
 from typing import Any, Literal, get_args, get_origin
@@ -15,17 +15,18 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from lightrl.config.dump import dump_toml
-from lightrl.config.fields import bare, hint_at, hints, range_text, sections, toml, type_prose
+from lightrl.config.fields import bare, code_in, hint_at, hints, range_text, sections, toml, type_prose
 from lightrl.config.lines import Path, dotted
 from lightrl.config.problems import ConfigError, Problems
 from lightrl.config.schema import Config
 from lightrl.config.sources import Sources, short
 
-__all__ = ["ConfigError", "dump_toml", "load_config", "load_for_run", "run_dir_fault"]
+__all__ = ["ConfigError", "dump_toml", "holds_run", "load_config", "load_for_run", "run_dir_fault", "used_dir_fault"]
 
 _UNKNOWN = "unexpected_keyword_argument"
 _RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 _LOCAL = ("./", "../", "/", "~")
+_STEP = re.compile(r"step_\d+")  # not step_000010.tmp, a save that was killed
 _SLICE = re.compile(r"@\[[^\[\]]*\]$")
 
 
@@ -44,9 +45,14 @@ def load_config(
 
 
 def load_for_run(
-    paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str], *, evaluate: bool = False
+    paths: Sequence[str | os.PathLike[str]],
+    overrides: Sequence[str],
+    *,
+    evaluate: bool = False,
+    code_fault: Callable[[str], str | None] = lambda _: None,
 ) -> Config:
-    """`load_config`, and what can be told before torch is imported: required keys are set and local files exist.
+    """`load_config`, and what can be told before torch is imported: required keys are set, local files exist, and the
+    run may have its folder. `code_fault` says of each rule and function that is named why there is none, or None.
 
     With `evaluate`, there also has to be a set to evaluate.
     """
@@ -57,6 +63,11 @@ def load_for_run(
         if evaluate and not config.eval.sets:
             _add(sources, "eval.sets", "nothing to evaluate; add an [[eval.sets]] table with a name and a path")
         _check_files(config, sources)
+        for path, name in code_in(config):
+            if (fault := code_fault(name)) is not None:
+                _add(sources, path, fault)
+        if not evaluate and not config.run.resume and holds_run(config.run.dir):
+            _add(sources, "run.dir", used_dir_fault(config.run.dir))
         writes = config.log.save_samples or not evaluate
         if writes and (fault := run_dir_fault(config.run.dir)) is not None:
             _add(sources, "run.dir", fault)
@@ -203,6 +214,18 @@ def run_dir_fault(name: str) -> str | None:
     if not os.access(there, os.W_OK | os.X_OK):
         return f"no permission to write in {there}; name another place"
     return None
+
+
+def holds_run(name: str | os.PathLike[str]) -> bool:
+    """Whether a run was begun in this folder: it has metrics or a whole checkpoint."""
+    folder = FilePath(name).expanduser()
+    saved = any(_STEP.fullmatch(path.name) for path in folder.glob("checkpoints/step_*"))
+    return saved or (folder / "metrics.jsonl").exists()
+
+
+def used_dir_fault(name: str | os.PathLike[str]) -> str:
+    """What to say when `run.resume = false` meets a folder that holds a run."""
+    return f"{name} already holds a run; name another folder, or continue with run.resume = true"
 
 
 def _is_local(place: str) -> bool:

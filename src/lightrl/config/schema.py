@@ -21,6 +21,9 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=10**7)]
+CODE = "names code"
+Code = Annotated[str, CODE]
+"""A rule, or `package.module:function`: the command line looks for it before anything starts."""
 LOWEST_TEMPERATURE = 0.01
 """Below, float32 log-probs of what was sampled are no longer told from rounding; greedy (0) is for evaluation."""
 
@@ -99,7 +102,7 @@ class DataConfig:
 class RewardConfig:
     """How samples are scored."""
 
-    type: str = ""
+    type: Code = ""
     """Name of a rule (math, deepscaler, dapo, f1, gpqa, number, exact, random; `boxed_NAME` grades the last box), or
     `package.module:function`. A row's `metadata.rm_type` wins. Required unless every row names one."""
     key: str | None = None
@@ -285,7 +288,7 @@ class EvalSetConfig:
     """As `data.apply_chat_template`."""
     system_prompt: str | None = None
     """As `data.system_prompt`."""
-    reward: str | None = None
+    reward: Code | None = None
     """As `reward.type`."""
     samples_per_prompt: PositiveInt = 1
     """k of avg@k and pass@k."""

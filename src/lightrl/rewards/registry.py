@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightrl import hooks
 from lightrl.errors import UserError
 
 BOXED = "boxed_"
@@ -53,6 +54,17 @@ def find_rule(name: str) -> tuple[Rule, bool]:
         f"no reward rule {name!r}: {hint}the rules are {', '.join(RULES)} ({BOXED}NAME grades the last box); a "
         "function of your own is written package.module:function"
     )
+
+
+def fault(name: str) -> str | None:
+    """Why there is no reward of this name, None if there is: a rule, or `package.module:function`. Imports neither."""
+    if ":" in name:
+        return hooks.fault(name)
+    try:
+        find_rule(name)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def function_of(name: str) -> Callable[..., Any]:
