@@ -46,7 +46,7 @@ RULES = {
     "engine.sglang_host": "lightrl.engine.sglang_frames | sglang",
     "engine.sglang_receiver": "torch lightrl.sync |",
     "rollout": f"torch {SECTION} lightrl.engine.base lightrl.rewards lightrl.data lightrl.hooks |",
-    "training": f"torch transformers safetensors numpy {LIBRARY} | lightrl.engine",
+    "training": f"torch transformers safetensors numpy {LIBRARY} | lightrl.engine filelock",
 }
 # torchrun's variables; SGLang's; which process prints an error (before torch is there); OMP_WAIT_POLICY.
 MAY_READ_ENVIRONMENT = {"distributed/mesh.py", "engine/sglang.py", "cli.py", "doctor.py"}

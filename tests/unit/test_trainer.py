@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import tiny_run
@@ -298,6 +301,91 @@ def test_resume_false_refuses_a_used_folder(trainer_for):
     trainer_for(run={"steps": 1}).train()
     with pytest.raises(UserError, match=r"run\.dir: .*already holds a run"):
         trainer_for(run={"steps": 2, "resume": False}).train()
+
+
+HOLD = """
+import sys, time
+from filelock import FileLock
+lock = FileLock(sys.argv[1])
+lock.acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+IN_USE = r"run\.dir: another run is training in .*run; wait for its end, or name another folder"
+
+
+@pytest.fixture
+def other_run(tmp_path):
+    """Another process that has the run's folder."""
+    (tmp_path / "run").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run" / ".lock")], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()
+
+
+def test_two_runs_do_not_share_a_folder(trainer_for, other_run):
+    trainer = trainer_for(run={"steps": 1})
+    with pytest.raises(UserError, match=IN_USE):
+        trainer.train()
+    assert [path.name for path in trainer.run_dir.iterdir()] == [".lock"]  # nothing of the other run was touched
+    other_run.kill()
+    other_run.wait()
+    assert trainer.train()["rollout/samples"] == 16
+
+
+def test_no_rank_goes_on_without_the_folder(run_distributed, other_run, tmp_path):
+    assert run_distributed(_claim_in_vain, 2, tmp_path / "run").count("refused") == 2
+    other_run.kill()
+    other_run.wait()
+
+
+def _claim_in_vain(folder):
+    from lightrl.distributed.mesh import close_world, init_world
+    from lightrl.training.setup import claim
+
+    with pytest.raises(UserError, match=IN_USE), claim(Path(folder), init_world("cpu"), print):
+        pytest.fail("two runs in one folder")
+    print("refused")
+    close_world()
+
+
+def test_a_file_system_without_locks_is_no_obstacle(trainer_for, monkeypatch, capsys):
+    def acquire(*_, **__):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    trainer = trainer_for(run={"steps": 1})
+    monkeypatch.setattr("filelock.FileLock.acquire", acquire)
+    assert trainer.train()["rollout/samples"] == 16
+    assert "cannot be locked" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr("filelock.FileLock.acquire", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "no")))
+    with pytest.raises(UserError, match=r"run\.dir: cannot write in .*run \(no\); name another folder"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_training_again_goes_on_after_an_interruption(trainer_for, resume):
+    """As in a notebook: a cell is run again, with the same trainer or another."""
+    calls = []
+
+    def reward(sample):
+        calls.append(1)
+        if 16 < len(calls) <= 32:
+            raise RuntimeError("not now")
+        return count_letter(sample)
+
+    trainer = trainer_for(reward, run={"steps": 2, "resume": resume})
+    with pytest.raises(RewardFailure):
+        trainer.train()
+    assert trainer.steps_done == 1
+    assert trainer.train()["rollout/samples"] == 16
+    assert trainer.train() == {}
+    assert [s for s, _ in tiny_run.metrics_of(trainer.run_dir.parent, "reward/mean")] == [1, 2]
+    again = trainer_for(run={"steps": 3})
+    assert again.train()["rollout/samples"] == 16
+    assert again.steps_done == 3
 
 
 def test_export_replaces_nothing_unasked(trainer_for, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import errno
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +26,7 @@ from lightrl.types import Prompt
 
 _BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations
 UNKNOWN_CONTEXT = 1 << 20  # tokens, for a model whose config states no limit
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def check(config: Config) -> None:
@@ -35,6 +38,35 @@ def check(config: Config) -> None:
         problems.append(("log.trackers", "wandb is not installed: pip install wandb, or take 'wandb' out"))
     if problems:
         raise UserError("; ".join(f"{key}: {text}" for key, text in problems))
+
+
+@contextmanager
+def claim(run_dir: Path, world: World, warn: Callable[[str], None]) -> Iterator[None]:
+    """Keep `run_dir` for this run: two would mix their files. A collective.
+
+    UserError on every rank if another run has it. The system drops the lock with its process, however that ends.
+    Where the file system has no locks, `warn` is told and the run goes on.
+    """
+    from filelock import FileLock, Timeout
+
+    lock, problem = FileLock(run_dir / ".lock"), None
+    if world.is_main:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
+            problem = f"run.dir: another run is training in {run_dir}; wait for its end, or name another folder"
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                problem = f"run.dir: cannot write in {run_dir} ({error.strerror}); name another folder"
+            else:
+                warn(f"run.dir: {run_dir} cannot be locked ({error}): see that no other run trains in it")
+    try:
+        if problem := world.gather(problem)[0]:
+            raise UserError(problem)
+        yield
+    finally:
+        lock.release()
 
 
 def check_vocabulary(prompts: Iterable[Prompt], tokenizer: Any, hf_config: Any) -> None:

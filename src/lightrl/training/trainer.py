@@ -16,6 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.config.dump import dump_toml
+from lightrl.config.load import holds_run, used_dir_fault
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
 from lightrl.distributed.mesh import deal, init_world, set_deterministic
@@ -65,6 +66,7 @@ class Trainer:
         self.policy_version = 0
         self.groups_done = 0
         self._torn = False  # an update was interrupted: weights and gradients are between two steps
+        self._began = False  # the run in the folder is this trainer's own
 
     def _load_data(self, reward: Callable[..., Any] | None) -> None:
         config = self.config
@@ -244,7 +246,14 @@ class Trainer:
     # ---- the run ----
 
     def train(self) -> dict[str, float]:
-        """Train to `run.steps`, from the newest checkpoint if there is one. Returns the last step's metrics."""
+        """Train to `run.steps`, from the newest checkpoint if there is one. Returns the last step's metrics.
+
+        UserError if another run is training in `run.dir`.
+        """
+        with setup.claim(self.run_dir, self.world, self.console.warning):
+            return self._train()
+
+    def _train(self) -> dict[str, float]:
         config = self.config
         checkpointer = Checkpointer(self.run_dir / "checkpoints", config.checkpoint)
         self._resume(checkpointer)
@@ -332,11 +341,11 @@ class Trainer:
             eval_set.scorer.close()
 
     def _resume(self, checkpointer: Checkpointer) -> None:
+        used = not (self.config.run.resume or self._began) and holds_run(self.run_dir)
+        if self.world.gather(used)[0]:
+            raise UserError(f"run.dir: {used_dir_fault(self.run_dir)}")
+        self._began = True
         found = checkpointer.latest()
-        if not self.config.run.resume and (found is not None or (self.run_dir / "metrics.jsonl").exists()):
-            raise UserError(
-                f"run.dir: {self.run_dir} already holds a run; name another folder, or continue with run.resume = true"
-            )
         if found is not None and self.steps_done == 0:
             self.load_checkpoint(found)
             self.console.notice(f"resumed at step {self.steps_done} from {found}")
