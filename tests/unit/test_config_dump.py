@@ -123,7 +123,14 @@ FULL = Config(
         decay_steps=2,
         min_lr_ratio=0.1,
     ),
-    parallel=ParallelConfig(shard_size=2, max_tokens_per_microbatch=100, share_prompts=False, timeout=1e6),
+    parallel=ParallelConfig(
+        shard_size=2,
+        max_tokens_per_microbatch=100,
+        share_prompts=False,
+        offload="never",
+        offload_host_gib=0.5,
+        timeout=1e6,
+    ),
     checkpoint=CheckpointConfig(
         every=0, keep_last=1, keep_best=3, best_metric="eval/x", async_save=False, hf_every=4, verify=False
     ),
