@@ -181,7 +181,7 @@ class SGLangEngine:
             self._rids[request.id].add(rid)
             output = await asyncio.wrap_future(future)
             self._rids[request.id].discard(rid)
-            return self._completion(output, stops, request.id)
+            return self._completion(output, stops, request)
 
     def _look(self, host: HostProcess, rid: str, stops: _Stops, output: dict[str, Any]) -> None:
         if not stops.found and stops.end(output["tokens"]) is not None:
@@ -196,14 +196,13 @@ class SGLangEngine:
         """
         sampling = request.sampling
         room = self._model.context_length - len(request.tokens)
-        stop_ids = sorted({*self._model.eos_token_ids, *sampling.stop_token_ids})
         parameters: dict[str, Any] = {
             "max_new_tokens": min(sampling.max_new_tokens, room),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or (self._model.vocab_size if sampling.top_p < 1 else -1),
             "ignore_eos": sampling.ignore_eos,
-            "stop_token_ids": [] if sampling.ignore_eos else stop_ids,
+            "stop_token_ids": self._stop_ids(sampling),
         }
         if _needs_watching(sampling):
             parameters["stream_interval"] = _WATCH_EVERY
@@ -211,7 +210,12 @@ class SGLangEngine:
             parameters["sampling_seed"] = request.seeds[number] % 2**31
         return parameters
 
-    def _completion(self, output: dict[str, Any], stops: _Stops | None, request_id: str) -> Completion:
+    def _stop_ids(self, sampling: SamplingParams) -> list[int]:
+        """Ids at which SGLang itself ends an answer."""
+        return [] if sampling.ignore_eos else sorted({*self._model.eos_token_ids, *sampling.stop_token_ids})
+
+    def _completion(self, output: dict[str, Any], stops: _Stops | None, request: GenerateRequest) -> Completion:
+        request_id = request.id
         if output["matched"] == "NaN happened":
             raise RuntimeError(f"the model gave logits that are not finite, for request {request_id!r}")
         tokens, logprobs = output["tokens"], output["logprobs"]
@@ -220,6 +224,8 @@ class SGLangEngine:
             raise RuntimeError(f"request {request_id!r} ended for an unknown reason: {output['reason']}")
         if stops is not None and (end := stops.end(tokens)) is not None:
             tokens, logprobs, status = tokens[:end], logprobs[:end], Status.COMPLETED
+        if status is Status.TRUNCATED and tokens[-1] in self._stop_ids(request.sampling):
+            status = Status.COMPLETED  # SGLang looks at the length first, and not at what the last token is
         if len(logprobs) != len(tokens):
             raise RuntimeError(f"request {request_id!r}: {len(logprobs)} log-probs for {len(tokens)} tokens")
         version = int(output["version"]) if str(output["version"]).isdigit() else self.policy_version
