@@ -498,7 +498,7 @@ def test_an_interrupted_cell_stops_the_work():
 
     async def work() -> None:
         try:
-            threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+            threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
             await asyncio.sleep(60)
         finally:
             ended.append(True)

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
 from lightrl.engine.base import Completion, Engine, GenerateRequest, SamplingParams
@@ -108,8 +109,7 @@ def run_async(work: Coroutine[Any, Any, R]) -> R:
         not _inside_a_loop()
     ):  # no `except` around the work: its own exceptions would be told as consequences of that one
         return asyncio.run(work)
-    results: list[R] = []
-    errors: list[BaseException] = []
+    outcome: Future[R] = Future()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
     async def noted() -> R:
@@ -120,23 +120,20 @@ def run_async(work: Coroutine[Any, Any, R]) -> R:
 
     def target() -> None:
         try:
-            results.append(asyncio.run(noted()))
+            outcome.set_result(asyncio.run(noted()))
         except BaseException as error:
-            errors.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=target, name="lightrl-rollout")
-    thread.start()
+    threading.Thread(target=target, name="lightrl-rollout").start()
     try:
-        thread.join()
+        wait([outcome])  # not `Thread.join`, which after an interrupt takes the thread for ended
     except BaseException:  # the cell was interrupted: so is the work, and the engine is free again
         for loop, task in running:
             with contextlib.suppress(RuntimeError):  # it ended meanwhile
                 loop.call_soon_threadsafe(task.cancel)
-        thread.join()
+        wait([outcome])
         raise
-    if errors:
-        raise errors[0]
-    return results[0]
+    return outcome.result()
 
 
 def _inside_a_loop() -> bool:
