@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -104,75 +104,64 @@ def named_whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class WholeTensors:
-    """Names and whole tensors of a sharded model, one FSDP group after the other: iterate as often as you like.
+    """Whole tensors of a sharded model under their names in memory, one FSDP group after the other.
 
-    Every rank must iterate, to the end. Tensors are valid until the next group is asked for. On a single shard they are
-    the float32 masters themselves, which a copy into compute precision rounds as FSDP does; otherwise they are gathered
-    in compute precision, the next group while the present one is used.
+    Iterate as often as you like; every rank must, to the end. Tensors are valid until the next group is asked for. On a
+    single shard parameters are the float32 masters themselves, which a copy into compute precision rounds as FSDP does;
+    otherwise they are gathered in compute precision, the next group while the present one is used.
     """
 
-    model: nn.Module
-    """The Hugging Face model within the FSDP root."""
     groups: list[tuple[FSDPModule, list[tuple[str, nn.Module, str]]]]
-    """Each FSDP module with the (name, owner, attribute) of its own parameters."""
-    buffers: list[tuple[str, Tensor]]
+    """Each FSDP module with the (name, owner, attribute) of its own parameters and buffers."""
     compute_dtype: torch.dtype
 
     @classmethod
-    def of(cls, root: nn.Module, model: nn.Module, compute_dtype: torch.dtype) -> WholeTensors:
+    def of(cls, root: nn.Module, model: nn.Module, compute_dtype: torch.dtype, names: Iterable[str]) -> WholeTensors:
+        """`names` of `model`, the Hugging Face model within the FSDP `root`: a tied tensor goes under those given."""
         owners = {id(m): m for m in root.modules() if isinstance(m, FSDPModule)}
         members: dict[int, list[tuple[str, nn.Module, str]]] = {key: [] for key in owners}
-        seen: set[int] = set()
+        wanted = set(names)
 
         def visit(module: nn.Module, prefix: str, owner: int) -> None:
             owner = id(module) if id(module) in owners else owner
-            for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in seen:  # a tied one goes once
-                    seen.add(id(parameter))
-                    members[owner].append((clean_name(prefix + name), module, name))
-            for name, child in module._modules.items():
+            for attribute in [*module._parameters, *module._buffers]:
+                if (name := clean_name(prefix + attribute)) in wanted:
+                    wanted.remove(name)
+                    members[owner].append((name, module, attribute))
+            for child_name, child in module._modules.items():
                 if child is not None:
-                    visit(child, f"{prefix}{name}.", owner)
+                    visit(child, f"{prefix}{child_name}.", owner)
 
         visit(model, "", id(root))
-        buffers = [
-            (clean_name(f"{prefix}.{name}" if prefix else name), buffer)
-            for prefix, module in model.named_modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set
-        ]
-        groups: list[tuple[FSDPModule, list[tuple[str, nn.Module, str]]]] = [
-            (owners[key], names) for key, names in members.items() if names
-        ]
-        return cls(model, groups, buffers, compute_dtype)
+        if wanted:
+            raise ValueError(f"{type(model).__name__} has no {', '.join(sorted(wanted))}")
+        return cls([(owners[key], names) for key, names in members.items() if names], compute_dtype)
 
-    def layout(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Name, shape and dtype of each, in order."""
-        parameters = [
-            (name, tuple(getattr(owner, attribute).shape), self.compute_dtype)
-            for _, names in self.groups
-            for name, owner, attribute in names
-        ]
-        return parameters + [(name, tuple(b.shape), b.dtype) for name, b in self.buffers]
+    def layout(self) -> list[list[tuple[str, tuple[int, ...], torch.dtype]]]:
+        """Name, shape and dtype of each, in order, by group."""
+        return [[(name, *self._form(owner, attribute)) for name, owner, attribute in names] for _, names in self.groups]
+
+    def _form(self, owner: nn.Module, attribute: str) -> tuple[tuple[int, ...], torch.dtype]:
+        tensor = getattr(owner, attribute)
+        return tuple(tensor.shape), self.compute_dtype if attribute in owner._parameters else tensor.dtype
 
     def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
         for module, _ in self.groups:
             module.reshard()
-        single = all(_is_single(getattr(owner, a)) for _, names in self.groups for _, owner, a in names)
+        parameters = [o._parameters[a] for _, names in self.groups for _, o, a in names if a in o._parameters]
+        single = all(_is_single(p) for p in parameters if p is not None)
         ahead = None if single else self.groups[0][0].unshard(async_op=True)
         for number, (module, names) in enumerate(self.groups):
             if ahead is not None:
                 ahead.wait()
                 following = self.groups[number + 1][0] if number + 1 < len(self.groups) else None
                 ahead = None if following is None else following.unshard(async_op=True)
-            parameters = [(name, getattr(owner, attribute)) for name, owner, attribute in names]
+            tensors = [(name, getattr(owner, attribute)) for name, owner, attribute in names]
             with torch.no_grad():
-                group = [(name, p.to_local() if isinstance(p, DTensor) else p.detach()) for name, p in parameters]
+                group = [(name, t.to_local() if isinstance(t, DTensor) else t.detach()) for name, t in tensors]
             yield group
             if not single:
                 module.reshard()
-        if self.buffers:
-            yield self.buffers
 
 
 def _is_single(parameter: Tensor) -> bool:

@@ -26,6 +26,7 @@ from transformers.core_model_loading import dot_natural_key, revert_weight_conve
 
 from lightrl.errors import UserError
 from lightrl.models.load import INDEX_FILE, PICKLED_SUFFIXES, persistent_tensors
+from lightrl.models.names import kept_names
 
 MAX_SHARD_BYTES = 5 * 1000**3
 _WEIGHT_SUFFIXES = (".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".npz", *PICKLED_SUFFIXES)
@@ -205,18 +206,12 @@ def _plan(model: PreTrainedModel, dtype: torch.dtype | None) -> tuple[dict[str, 
 
 
 def _memory_layout(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Name -> meta tensor of the model, each tied tensor once, under the name `save_pretrained` keeps."""
+    """Name in memory -> meta tensor, of what `save_pretrained` writes."""
     tensors = persistent_tensors(model)
-    names_of: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        names_of.setdefault(id(tensor), []).append(name)
-    ignored = set(model._keys_to_ignore_on_save or ())
     layout: dict[str, Tensor] = {}
-    for names in names_of.values():
-        name = next((n for n in names if n not in model.all_tied_weights_keys), names[0])
-        if name not in ignored:
-            stored = export_dtype(model, name, tensors[name].dtype, dtype)
-            layout[name] = torch.empty(tensors[name].shape, dtype=stored, device="meta")
+    for name in kept_names(model):
+        stored = export_dtype(model, name, tensors[name].dtype, dtype)
+        layout[name] = torch.empty(tensors[name].shape, dtype=stored, device="meta")
     # The order of a model that came from `from_pretrained`.
     return dict(sorted(layout.items(), key=lambda item: dot_natural_key(item[0])))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightrl.distributed.mesh import World
 from lightrl.kernels.logprob import linear_logprobs
 from lightrl.models import attention, load, registry
 from lightrl.models.attention import Segments
+from lightrl.models.names import StoredTensors, kept_names
 from lightrl.types import Microbatch
 
 
@@ -115,9 +117,18 @@ class Policy:
         fsdp.unshard_all(self.module)
         return fsdp.named_whole_tensors(self.model)
 
-    def stream(self) -> fsdp.WholeTensors:
-        """Names and whole weights one FSDP group at a time, for an engine elsewhere. Iterating is a collective."""
-        return fsdp.WholeTensors.of(self.module, self.model, self.compute_dtype)
+    def stream(self) -> StoredTensors:
+        """Whole weights as the checkpoint has them, one FSDP group at a time, for an engine elsewhere.
+
+        Iterating is a collective.
+        """
+        return self._stored
+
+    @cached_property
+    def _stored(self) -> StoredTensors:
+        """Planned once: a mixture of experts has tens of thousands of names."""
+        names = kept_names(self.model)
+        return StoredTensors(self.model, fsdp.WholeTensors.of(self.module, self.model, self.compute_dtype, names))
 
     def reclaim(self) -> None:
         """Back to shards; what was lent is freed."""

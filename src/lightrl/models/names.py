@@ -1,0 +1,163 @@
+"""Tensors of a model under the names, and in the shapes, its checkpoint has: as views wherever that is possible.
+
+transformers keeps some tensors otherwise in memory than on disk: the experts of a layer fused into one, say. Its own
+conversion is run once, without data, to see which part of which tensor each stored one is; from then on each is cut out
+by its strides. The few that are no part of a tensor (concatenated, interleaved) are converted anew each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from lightrl.models.load import persistent_tensors
+
+Layout = list[tuple[str, tuple[int, ...], torch.dtype]]
+Named = Sequence[tuple[str, Tensor]]
+_aten = torch.ops.aten
+
+
+class Groups(Protocol):
+    """Whole tensors under their names in memory, some at a time (`distributed.fsdp.WholeTensors`)."""
+
+    def layout(self) -> list[Layout]: ...
+
+    def __iter__(self) -> Iterator[Named]: ...
+
+
+def kept_names(model: PreTrainedModel) -> list[str]:
+    """Names in memory of what `save_pretrained` writes: each tied tensor once, under the name it keeps."""
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in persistent_tensors(model).items():
+        names_of.setdefault(id(tensor), []).append(name)
+    ignored = set(model._keys_to_ignore_on_save or ())
+    chosen = (next((n for n in names if n not in model.all_tied_weights_keys), names[0]) for names in names_of.values())
+    return [name for name in chosen if name not in ignored]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Stored tensors of one shape that lie at equal distances in one tensor (a layer's experts); or one alone."""
+
+    names: tuple[str, ...]
+    source: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    """Elements from the start of the source, which is contiguous."""
+    step: int
+
+    def views(self, source: Tensor) -> Sequence[Tensor]:
+        base = source.storage_offset() + self.start
+        if len(self.names) == 1:
+            return (source.as_strided(self.size, self.stride, base),)
+        return source.as_strided((len(self.names), *self.size), (self.step, *self.stride), base).unbind(0)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the stored tensors of one group are made of those in memory."""
+
+    runs: tuple[Run, ...]
+    converted: tuple[str, ...]
+    """Stored tensors that are no views."""
+    layout: Layout
+
+    def apply(self, model: PreTrainedModel, group: Named) -> list[tuple[str, Tensor]]:
+        tensors = {name: tensor.contiguous() for name, tensor in group}
+        made: list[tuple[str, Tensor]] = []
+        for run in self.runs:
+            made.extend(zip(run.names, run.views(tensors[run.source]), strict=True))
+        if self.converted:
+            with torch.no_grad():
+                stored = revert_weight_conversion(model, tensors)
+            made.extend((name, stored[name]) for name in self.converted)
+        return made
+
+
+class StoredTensors:
+    """The tensors of `groups` as `save_pretrained` would store them: iterate as often as you like.
+
+    Tensors are valid until the next group is asked for. Raises ValueError for a model whose conversion mixes tensors of
+    different groups.
+    """
+
+    def __init__(self, model: PreTrainedModel, groups: Groups) -> None:
+        self._model = model
+        self._groups = groups
+        layouts = groups.layout()
+        self._recipes = [_recipe(model, layout) for layout in layouts]
+        whole = {name: _meta(shape, dtype) for layout in layouts for name, shape, dtype in layout}
+        expected = {name: tuple(t.shape) for name, t in revert_weight_conversion(model, whole).items()}
+        if {name: shape for name, shape, _ in self.layout()} != expected:
+            raise ValueError(f"{type(model).__name__}: some stored tensors are made of several layers")
+
+    def layout(self) -> Layout:
+        """Name, shape and dtype of each, in order."""
+        return [entry for recipe in self._recipes for entry in recipe.layout]
+
+    def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
+        for recipe, group in zip(self._recipes, self._groups, strict=True):
+            yield recipe.apply(self._model, group)
+
+
+def _recipe(model: PreTrainedModel, layout: Layout) -> Recipe:
+    """Convert tensors without data, and see where each result lies in them."""
+    tensors = {name: _meta(shape, dtype) for name, shape, dtype in layout}
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
+    with torch.no_grad(), _CopiesAsViews(tensors):
+        stored = revert_weight_conversion(model, dict(tensors))
+    views = {name: t for name, t in stored.items() if t.untyped_storage()._cdata in owners}
+    placed = [(name, owners[t.untyped_storage()._cdata], t) for name, t in views.items()]
+    converted = tuple(name for name in stored if name not in views)
+    order = [*views, *converted]
+    return Recipe(
+        tuple(_runs(placed)), converted, [(name, tuple(stored[name].shape), stored[name].dtype) for name in order]
+    )
+
+
+def _runs(placed: Iterable[tuple[str, str, Tensor]]) -> Iterator[Run]:
+    """Join neighbours in the list that lie at equal distances."""
+    run: Run | None = None
+    for name, source, view in placed:
+        size, stride, start = tuple(view.size()), tuple(view.stride()), int(view.storage_offset())
+        if run is not None and (run.source, run.size, run.stride) == (source, size, stride):
+            step = run.step if len(run.names) > 1 else start - run.start
+            if step > 0 and start == run.start + step * len(run.names):
+                run = Run((*run.names, name), source, size, stride, run.start, step)
+                continue
+        if run is not None:
+            yield run
+        run = Run((name,), source, size, stride, start, 0)
+    if run is not None:
+        yield run
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+class _CopiesAsViews(TorchDispatchMode):
+    """Copies of the given tensors, which a conversion makes for a tidy layout only, become views.
+
+    Nothing may be written into them, or a view and a copy would differ.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._storages = {t.untyped_storage()._cdata for t in tensors.values()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [a for a in args if isinstance(a, Tensor) and a.untyped_storage()._cdata in self._storages]
+        if given and func is _aten.clone.default:
+            return _aten.alias.default(args[0])
+        if given and func._schema.is_mutable:
+            raise ValueError(f"the conversion to a checkpoint's names writes into a weight ({func})")
+        return func(*args, **(kwargs or {}))
