@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from families import make_family
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -228,6 +229,28 @@ def test_tied_name_and_old_buffers_are_accepted(tmp_path: Path) -> None:
         load.load_weights(model, source)
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert torch.equal(model.lm_head.weight.full_tensor(), table)
+
+
+def test_language_model_of_a_larger_one(tmp_path: Path) -> None:
+    """Its names have a prefix, which an export keeps, and lie beside those of parts that are not trained."""
+    source = make_family(tmp_path / "source", "qwen3_5_moe_text")
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in tensors if n.startswith("model.")]:
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+        tensors.update({"mtp.fc.weight": torch.zeros(2), "model.visual.pos_embed.weight": torch.zeros(3)})
+
+    _rewrite(source, rename)
+    model = _materialised(source)
+    load.load_weights(model, source)
+    stock = AutoModelForCausalLM.from_pretrained(source)
+    for name, tensor in load.persistent_tensors(stock).items():
+        assert torch.equal(load.persistent_tensors(model)[name], tensor), name
+    stock.save_pretrained(tmp_path / "stock")
+    export.export_hf(model, tmp_path / "ours", source=source, dtype=None, is_main=True)
+    ours = _all_tensors(tmp_path / "ours")
+    assert ours.keys() == _all_tensors(tmp_path / "stock").keys()
+    assert "model.language_model.layers.1.mlp.experts.3.up_proj.weight" in ours
 
 
 def test_damaged_folders(tmp_path: Path) -> None:

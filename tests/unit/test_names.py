@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from lightrl.models.names import Layout, StoredTensors, kept_names
+from lightrl.models.names import Box, Layout, StoredTensors, boxes, kept_names
 
 
 class Groups:
@@ -70,3 +70,31 @@ def test_parts_in_different_groups_are_refused(tmp_path: Any) -> None:
     first = next(n for n in names if "q_proj" in n)
     with pytest.raises(ValueError, match="HrmTextForCausalLM: some stored tensors are made of several layers"):
         StoredTensors(model, Groups(model, [[first], [n for n in names if n != first]]))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_boxes_by_parts(axis: int) -> None:
+    """Rows 2 and 3 of the second matrix, transposed, from parts of the stored tensor for each shard."""
+    whole = torch.arange(60.0).view(3, 4, 5)
+    stored = whole[1, 2:4].T
+    box = Box("fused", start=(1, 2, 0), extent=(1, 2, 5), axes=(2, 1))
+    assert box.shape == (5, 2)
+    filled = torch.zeros(3, 4, 5)
+    offset = 0
+    for shard in filled.split(2, dim=axis):
+        if (shared := box.within(shard, [offset if a == axis else 0 for a in range(3)])) is not None:
+            begins, sizes, elements = shared
+            elements.copy_(stored[tuple(slice(b, b + n) for b, n in zip(begins, sizes, strict=True))])
+        offset += 2
+    expected = torch.zeros(3, 4, 5)
+    expected[1, 2:4] = whole[1, 2:4]
+    assert torch.equal(filled, expected)
+
+
+def test_boxes_of_a_model(tmp_path: Any) -> None:
+    found = boxes(load(tmp_path, "qwen3_moe"))
+    assert found is not None
+    layer = "model.layers.1.mlp.experts"
+    assert found[f"{layer}.3.up_proj.weight"] == Box(f"{layer}.gate_up_proj", (3, 24, 0), (1, 24, 32), (1, 2))
+    assert found[f"{layer}.2.down_proj.weight"] == Box(f"{layer}.down_proj", (2, 0, 0), (1, 32, 24), (1, 2))
+    assert boxes(load(tmp_path, "hrm_text")) is None

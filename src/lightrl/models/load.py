@@ -11,14 +11,14 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -34,12 +34,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from lightrl.errors import UserError
+from lightrl.models.names import boxes, clean_name, persistent_tensors
 
 logger = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md", "*.py", "LICENSE*", "NOTICE*"]
 # Saved by old releases beside the weights; every model recomputes it.
 _IGNORED_ON_DISK = re.compile(r"rotary_emb\.inv_freq$")
@@ -188,22 +188,6 @@ def _check_causal_lm(config: PretrainedConfig, path: str) -> None:
 # ----- tensors of a model, and this rank's part of them
 
 
-def clean_name(name: str) -> str:
-    """A parameter's name without the parts that activation-checkpoint and compile wrappers add."""
-    return _WRAPPERS.sub("", name)
-
-
-def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under their clean names; tied ones under each of their names."""
-    tensors: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        own = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
-        for name, tensor in [*module._parameters.items(), *own.items()]:
-            if tensor is not None:
-                tensors[clean_name(f"{prefix}.{name}" if prefix else name)] = tensor
-    return tensors
-
-
 def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a tensor (sharing its memory) and where it starts in the whole; may be empty."""
     tensor = tensor.detach()
@@ -226,21 +210,24 @@ def load_weights(model: PreTrainedModel, folder: Path, *, trust_remote_code: boo
     """Fill a materialised model (after `to_empty`) from the safetensors files in `folder`.
 
     Each rank reads its own slices and casts them to the parameter's dtype. Missing, unexpected or mis-shaped names are
-    a `UserError`. Families stored under other names than they have in memory (most MoE) are loaded by transformers into
-    host memory first, on every rank.
+    a `UserError`. So it is where tensors in memory are put together from several stored ones (a layer's experts); only
+    families whose stored tensors are no parts of those in memory are loaded whole by transformers first, on every rank.
     """
     if any(model.get_parameter(a) is not model.get_parameter(b) for a, b in model.all_tied_weights_keys.items()):
         model.tie_weights()  # `to_empty` gives an unsharded model a tensor for each name
     rebuild_buffers(model)
     targets = persistent_tensors(model)
     files = checkpoint_files(folder)
-    if _needs_conversion(model, list(files), targets):
-        logger.warning(
-            "%s stores its weights under other names than the model has in memory: "
-            "each rank loads the whole model into host memory first",
-            folder,
-        )
-        _load_converted(model, targets, folder, trust_remote_code)
+    if (used := _conversions(model, files, targets)) is not None:
+        # as `from_pretrained` does: what is written then has the checkpoint's names
+        model._weight_conversions = used  # type: ignore[assignment]
+        if not _load_boxes(model, targets, files, folder):
+            logger.warning(
+                "%s stores its weights in another way than the model has them in memory: "
+                "each rank loads the whole model into host memory first",
+                folder,
+            )
+            _load_converted(model, targets, folder, trust_remote_code)
         return
     sources = _match_names(model, targets, files, folder)
     by_file: dict[str, list[tuple[str, Tensor]]] = {}
@@ -305,15 +292,17 @@ def read_slice(handle: Any, name: str, offsets: Sequence[int], sizes: Sequence[i
     return handle.get_slice(name)[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
 
-def _fill(handle: Any, disk_name: str, tensor: Tensor, folder: Path) -> None:
+def _check_shape(handle: Any, disk_name: str, needed: tuple[int, ...], folder: Path) -> None:
     try:
         stored = tuple(handle.get_slice(disk_name).get_shape())
     except SafetensorError as error:
         raise UserError(f"{folder}: {disk_name} is in the index but not in its file; download it again") from error
-    if stored != tuple(tensor.shape):
-        raise UserError(
-            f"{folder}: {disk_name} has shape {stored}, the model (config.json) needs {tuple(tensor.shape)}"
-        )
+    if stored != needed:
+        raise UserError(f"{folder}: {disk_name} has shape {stored}, the model (config.json) needs {needed}")
+
+
+def _fill(handle: Any, disk_name: str, tensor: Tensor, folder: Path) -> None:
+    _check_shape(handle, disk_name, tuple(tensor.shape), folder)
     local, offsets = local_shard(tensor)
     if local.numel():
         local.copy_(read_slice(handle, disk_name, offsets, local.shape))
@@ -334,15 +323,16 @@ def _match_names(
             pairs.append((names[0], on_disk[0]))
         else:
             missing.append(names[0])
-    ignored = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or []]
-    unexpected = [
-        n
-        for n in files
-        if n not in targets and not _IGNORED_ON_DISK.search(n) and not any(p.search(n) for p in ignored)
-    ]
+    unexpected = _unexpected(model, [n for n in files if n not in targets])
     if missing or unexpected:
         raise _names_error(folder, missing, unexpected)
     return iter(pairs)
+
+
+def _unexpected(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Those of `names`, unknown to the model, that its class does not pass over."""
+    ignored = [_IGNORED_ON_DISK, *(re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or [])]
+    return [name for name in names if not any(pattern.search(name) for pattern in ignored)]
 
 
 def _names_error(folder: Path, missing: Sequence[str], unexpected: Sequence[str]) -> UserError:
@@ -375,17 +365,36 @@ def _check_ties(model: PreTrainedModel, targets: dict[str, Tensor], files: dict[
 # ----- families whose names on disk differ from those in memory
 
 
-def _needs_conversion(model: PreTrainedModel, disk_names: Sequence[str], targets: dict[str, Tensor]) -> bool:
-    """Would transformers rename or reshape any stored tensor when it loads this checkpoint?"""
+def _conversions(model: PreTrainedModel, disk_names: Iterable[str], targets: dict[str, Tensor]) -> list[Any] | None:
+    """Which of transformers' rules change names or shapes of this checkpoint when it is loaded; None: it is as is."""
     mapping = get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, WeightConverter)]
     known: dict[str, Any] = dict(targets)
+    changed = False
     for name in disk_names:
         renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        if renamed != name or converter is not None:
-            return True
-    return False
+        changed = changed or renamed != name or converter is not None
+    return [m for m in mapping if m.was_used()] if changed else None
+
+
+def _load_boxes(model: PreTrainedModel, targets: dict[str, Tensor], files: dict[str, str], folder: Path) -> bool:
+    """Fill tensors from the stored ones that are parts of them; False, with nothing done, if not all are there."""
+    parts = boxes(model)
+    if parts is None or not parts.keys() <= files.keys() or _unexpected(model, files.keys() - parts.keys()):
+        return False
+    by_file: dict[str, list[str]] = {}
+    for name in parts:
+        by_file.setdefault(files[name], []).append(name)
+    for file_name, names in by_file.items():
+        with _open(folder / file_name) as handle:
+            for name in names:
+                _check_shape(handle, name, parts[name].shape, folder)
+                local, offsets = local_shard(targets[parts[name].source])
+                if (shared := parts[name].within(local, offsets)) is not None:
+                    begins, sizes, elements = shared
+                    elements.copy_(read_slice(handle, name, begins, sizes))
+    return True
 
 
 def _load_converted(model: PreTrainedModel, targets: dict[str, Tensor], folder: Path, trust_remote_code: bool) -> None:

@@ -7,29 +7,38 @@ by its strides. The few that are no part of a tensor (concatenated, interleaved)
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from lightrl.models.load import persistent_tensors
-
 Layout = list[tuple[str, tuple[int, ...], torch.dtype]]
 Named = Sequence[tuple[str, Tensor]]
 _aten = torch.ops.aten
+_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 
 
-class Groups(Protocol):
-    """Whole tensors under their names in memory, some at a time (`distributed.fsdp.WholeTensors`)."""
+def clean_name(name: str) -> str:
+    """A parameter's name without the parts that activation-checkpoint and compile wrappers add."""
+    return _WRAPPERS.sub("", name)
 
-    def layout(self) -> list[Layout]: ...
 
-    def __iter__(self) -> Iterator[Named]: ...
+def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers under their clean names; tied ones under each of their names."""
+    tensors: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for name, tensor in [*module._parameters.items(), *own.items()]:
+            if tensor is not None:
+                tensors[clean_name(f"{prefix}.{name}" if prefix else name)] = tensor
+    return tensors
 
 
 def kept_names(model: PreTrainedModel) -> list[str]:
@@ -40,6 +49,14 @@ def kept_names(model: PreTrainedModel) -> list[str]:
     ignored = set(model._keys_to_ignore_on_save or ())
     chosen = (next((n for n in names if n not in model.all_tied_weights_keys), names[0]) for names in names_of.values())
     return [name for name in chosen if name not in ignored]
+
+
+class Groups(Protocol):
+    """Whole tensors under their names in memory, some at a time (`distributed.fsdp.WholeTensors`)."""
+
+    def layout(self) -> list[Layout]: ...
+
+    def __iter__(self) -> Iterator[Named]: ...
 
 
 @dataclass(frozen=True)
@@ -138,6 +155,76 @@ def _runs(placed: Iterable[tuple[str, str, Tensor]]) -> Iterator[Run]:
         run = Run((name,), source, size, stride, start, 0)
     if run is not None:
         yield run
+
+
+@dataclass(frozen=True)
+class Box:
+    """A stored tensor as a box cut out of one in memory, its axes perhaps fewer and in another order."""
+
+    source: str
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    """Along each axis of the source."""
+    axes: tuple[int | None, ...]
+    """For each axis of the stored tensor, which one of the source it is; None for one of length 1."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the stored tensor."""
+        return tuple(1 if axis is None else self.extent[axis] for axis in self.axes)
+
+    def within(self, local: Tensor, offsets: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], Tensor] | None:
+        """What it shares with a part of the source that starts at `offsets`, None if nothing.
+
+        That is: offsets and sizes in the stored tensor, and the elements of `local` that belong there.
+        """
+        low = [max(a, b) for a, b in zip(self.start, offsets, strict=True)]
+        ends = zip(self.start, self.extent, offsets, local.shape, strict=True)
+        high = [min(start + extent, offset + size) for start, extent, offset, size in ends]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            return None
+        shared = local[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
+        real = [axis for axis in self.axes if axis is not None]
+        fixed = [axis for axis in range(local.ndim) if axis not in real]
+        begins = tuple(0 if axis is None else low[axis] - self.start[axis] for axis in self.axes)
+        sizes = tuple(1 if axis is None else high[axis] - low[axis] for axis in self.axes)
+        return begins, sizes, shared.permute(*real, *fixed).view(sizes)
+
+
+def boxes(model: PreTrainedModel) -> dict[str, Box] | None:
+    """Each tensor of the model's checkpoint as a box of one in memory; None if some are no boxes.
+
+    Together they cover every tensor once.
+    """
+    tensors = persistent_tensors(model)
+    shapes = {name: tuple(tensors[name].shape) for name in kept_names(model)}
+    recipe = _recipe(model, [(name, shape, tensors[name].dtype) for name, shape in shapes.items()])
+    found: dict[str, Box] = {}
+    for run in recipe.runs:
+        for number, name in enumerate(run.names):
+            start = run.start + number * run.step
+            if (box := _box(run.source, shapes[run.source], run.size, run.stride, start)) is None:
+                return None
+            found[name] = box
+    covered = sum(math.prod(box.shape) for box in found.values())
+    whole = sum(tensor.numel() for tensor in {id(t): t for t in tensors.values()}.values())
+    return None if recipe.converted or covered != whole else found
+
+
+def _box(source: str, shape: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], start: int) -> Box | None:
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    first, extent, axes = [], [1] * len(shape), []
+    for step in strides:
+        first.append(start // step)
+        start %= step
+    for length, step in zip(size, stride, strict=True):
+        fitting = [a for a in range(len(shape)) if strides[a] == step and first[a] + length <= shape[a] > 1]
+        if length > 1 and (not fitting or fitting[0] in axes):
+            return None
+        axes.append(fitting[0] if length > 1 else None)
+        if length > 1:
+            extent[fitting[0]] = length
+    return Box(source, tuple(first), tuple(extent), tuple(axes))
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
