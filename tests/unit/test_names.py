@@ -10,7 +10,7 @@ import torch
 from families import make_family
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import Interleave, WeightConverter, revert_weight_conversion
 
 from lightrl.models.names import Box, Layout, StoredTensors, boxes, kept_names
 
@@ -62,6 +62,20 @@ def test_what_is_no_part_of_a_tensor_is_converted_anew(tmp_path: Any) -> None:
     made = [n for n in after if after[n].data_ptr() != before[n].data_ptr()]
     assert any("qkv" in name for name in made)
     assert all(torch.equal(after[name], 2 * before[name]) for name in made)
+
+
+def test_a_copy_that_is_needed_stays_one(tmp_path: Any) -> None:
+    """Interleaved rows are no strided part, though each step of making them could be seen as one."""
+    model = load(tmp_path, "llama")
+    rule = WeightConverter("mlp.mixed.weight", "mlp.down_proj.weight", [Interleave(dim=0)])
+    model._weight_conversions = [rule]
+    [stored] = StoredTensors(model, Groups(model, [kept_names(model)]))
+    weight = model.model.layers[1].mlp.down_proj.weight
+    half = len(weight) // 2
+    mixed = dict(stored)["model.layers.1.mlp.mixed.weight"]
+    assert torch.equal(mixed[0::2], weight[:half])
+    assert torch.equal(mixed[1::2], weight[half:])
+    assert boxes(model) is None
 
 
 def test_parts_in_different_groups_are_refused(tmp_path: Any) -> None:

@@ -60,7 +60,7 @@ class Groups(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
+class Series:
     """Stored tensors of one shape that lie at equal distances in one tensor (a layer's experts); or one alone."""
 
     names: tuple[str, ...]
@@ -82,7 +82,7 @@ class Run:
 class Recipe:
     """How the stored tensors of one group are made of those in memory."""
 
-    runs: tuple[Run, ...]
+    series: tuple[Series, ...]
     converted: tuple[str, ...]
     """Stored tensors that are no views."""
     layout: Layout
@@ -90,8 +90,8 @@ class Recipe:
     def apply(self, model: PreTrainedModel, group: Named) -> list[tuple[str, Tensor]]:
         tensors = {name: tensor.contiguous() for name, tensor in group}
         made: list[tuple[str, Tensor]] = []
-        for run in self.runs:
-            made.extend(zip(run.names, run.views(tensors[run.source]), strict=True))
+        for series in self.series:
+            made.extend(zip(series.names, series.views(tensors[series.source]), strict=True))
         if self.converted:
             with torch.no_grad():
                 stored = revert_weight_conversion(model, tensors)
@@ -129,30 +129,33 @@ def _recipe(model: PreTrainedModel, layout: Layout) -> Recipe:
     """Convert tensors without data, and see where each result lies in them."""
     tensors = {name: _meta(shape, dtype) for name, shape, dtype in layout}
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
-    with torch.no_grad(), _CopiesAsViews(tensors):
+    try:
+        with torch.no_grad(), _CopiesAsViews(tensors):
+            stored = revert_weight_conversion(model, dict(tensors))
+    except RuntimeError:  # it asks for a copy because it needs one
         stored = revert_weight_conversion(model, dict(tensors))
     views = {name: t for name, t in stored.items() if t.untyped_storage()._cdata in owners}
     placed = [(name, owners[t.untyped_storage()._cdata], t) for name, t in views.items()]
     converted = tuple(name for name in stored if name not in views)
     order = [*views, *converted]
     return Recipe(
-        tuple(_runs(placed)), converted, [(name, tuple(stored[name].shape), stored[name].dtype) for name in order]
+        tuple(_series(placed)), converted, [(name, tuple(stored[name].shape), stored[name].dtype) for name in order]
     )
 
 
-def _runs(placed: Iterable[tuple[str, str, Tensor]]) -> Iterator[Run]:
+def _series(placed: Iterable[tuple[str, str, Tensor]]) -> Iterator[Series]:
     """Join neighbours in the list that lie at equal distances."""
-    run: Run | None = None
+    run: Series | None = None
     for name, source, view in placed:
         size, stride, start = tuple(view.size()), tuple(view.stride()), int(view.storage_offset())
         if run is not None and (run.source, run.size, run.stride) == (source, size, stride):
             step = run.step if len(run.names) > 1 else start - run.start
             if step > 0 and start == run.start + step * len(run.names):
-                run = Run((*run.names, name), source, size, stride, run.start, step)
+                run = Series((*run.names, name), source, size, stride, run.start, step)
                 continue
         if run is not None:
             yield run
-        run = Run((name,), source, size, stride, start, 0)
+        run = Series((name,), source, size, stride, start, 0)
     if run is not None:
         yield run
 
@@ -200,7 +203,7 @@ def boxes(model: PreTrainedModel) -> dict[str, Box] | None:
     shapes = {name: tuple(tensors[name].shape) for name in kept_names(model)}
     recipe = _recipe(model, [(name, shape, tensors[name].dtype) for name, shape in shapes.items()])
     found: dict[str, Box] = {}
-    for run in recipe.runs:
+    for run in recipe.series:
         for number, name in enumerate(run.names):
             start = run.start + number * run.step
             if (box := _box(run.source, shapes[run.source], run.size, run.stride, start)) is None:
@@ -234,7 +237,7 @@ def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 class _CopiesAsViews(TorchDispatchMode):
     """Copies of the given tensors, which a conversion makes for a tidy layout only, become views.
 
-    Nothing may be written into them, or a view and a copy would differ.
+    RuntimeError where that would make a difference: it writes into one, or sees it as another shape.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -246,5 +249,5 @@ class _CopiesAsViews(TorchDispatchMode):
         if given and func is _aten.clone.default:
             return _aten.alias.default(args[0])
         if given and func._schema.is_mutable:
-            raise ValueError(f"the conversion to a checkpoint's names writes into a weight ({func})")
+            raise RuntimeError(f"{func} writes into a copy")
         return func(*args, **(kwargs or {}))
