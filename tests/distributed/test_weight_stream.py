@@ -91,4 +91,4 @@ def compare_stored(folder: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_stream_equals_saved(tmp_path: Path, run_distributed, ranks: int) -> None:
-    run_distributed(compare_stored, ranks, tmp_path)
+    run_distributed(compare_stored, ranks, tmp_path, timeout=300)
