@@ -74,13 +74,14 @@ def make_samples(only: int | None = None, mask_all_but: int | None = None, zero=
 def gradients(models: Path, case: dict, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Gradients of one update's loss for a case, whole, and the weights' names."""
     from lightrl.config.schema import AlgorithmConfig, ModelConfig
-    from lightrl.distributed.fsdp import clean_name, set_gradient_sync
+    from lightrl.distributed.fsdp import set_gradient_sync
     from lightrl.distributed.mesh import init_world
     from lightrl.observe.metrics import Tally
     from lightrl.training.balance import CostModel
     from lightrl.training.batch import build_minibatches
     from lightrl.training.policy import Policy, to_device
     from lightrl.training.update import microbatch_loss
+    from lightrl.wrappers import clean_name
 
     world = init_world(device, case.get("shard_size"))
     model = ModelConfig(

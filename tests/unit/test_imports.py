@@ -17,7 +17,8 @@ RECORDS = "lightrl.errors lightrl.types"
 SECTION = f"{RECORDS} lightrl.config.schema"
 LIBRARY = (
     "lightrl.algorithms lightrl.config lightrl.data lightrl.distributed lightrl.engine.base lightrl.errors "
-    "lightrl.kernels lightrl.models lightrl.observe lightrl.rewards lightrl.rollout lightrl.sync lightrl.types"
+    "lightrl.kernels lightrl.models lightrl.wrappers lightrl.observe lightrl.rewards lightrl.rollout lightrl.sync "
+    "lightrl.types"
 )
 # Room (the longest prefix of a module counts): what it may import anywhere | what only inside functions or for types.
 # Each room may import itself; the standard library is free.
@@ -28,15 +29,16 @@ RULES = {
     "doctor": "| rich torch lightrl.training.policy lightrl.engine.sglang",
     "errors": "|",
     "hooks": "lightrl.errors |",
+    "wrappers": "|",
     "types": "torch |",
     "config": "pydantic pydantic_core lightrl.errors | tomlkit",  # never torch: mistakes answer at once
     "kernels": "torch triton |",
     "algorithms": "torch lightrl.types |",
     "training.packing": "torch lightrl.types lightrl.training.balance |",
     "training.balance": "torch |",
-    "models": "torch transformers safetensors huggingface_hub numpy lightrl.errors lightrl.kernels | "
+    "models": "torch transformers safetensors huggingface_hub numpy lightrl.errors lightrl.wrappers lightrl.kernels | "
     "fla flash_attn liger_kernel filelock gguf tokenizers lightrl.data.tasks lightrl.types",
-    "distributed": f"torch {SECTION} |",
+    "distributed": f"torch {SECTION} lightrl.wrappers |",
     "sync": f"torch {SECTION} lightrl.engine.base lightrl.distributed |",
     "observe": f"torch rich {SECTION} | matplotlib wandb",
     "data": f"numpy {SECTION} lightrl.hooks | datasets pyarrow transformers",

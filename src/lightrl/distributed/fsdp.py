@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-_WRAPPER = "_checkpoint_wrapped_module."
+from lightrl.wrappers import clean_name
 
 
 def shard(
@@ -67,11 +67,6 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
     return [m for m in root.modules() if isinstance(m, FSDPModule)]
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name without wrappers."""
-    return name.replace(_WRAPPER, "")
 
 
 def set_gradient_sync(root: nn.Module, enabled: bool) -> None:

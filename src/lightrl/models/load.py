@@ -34,7 +34,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from lightrl.errors import UserError
-from lightrl.models.names import boxes, clean_name, persistent_tensors
+from lightrl.models.names import boxes, persistent_tensors
+from lightrl.wrappers import clean_name
 
 logger = logging.getLogger(__name__)
 

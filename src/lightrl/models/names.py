@@ -8,7 +8,6 @@ by its strides. The few that are no part of a tensor (concatenated, interleaved)
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,15 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from lightrl.wrappers import clean_name
+
 Layout = list[tuple[str, tuple[int, ...], torch.dtype]]
 Named = Sequence[tuple[str, Tensor]]
 _aten = torch.ops.aten
-_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name without the parts that activation-checkpoint and compile wrappers add."""
-    return _WRAPPERS.sub("", name)
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrl.errors import UserError
-from lightrl.models.load import clean_name
 from lightrl.training.checkpoint_storage import stored_dtype
+from lightrl.wrappers import clean_name
 
 _TENSOR = "__tensor__"
 
