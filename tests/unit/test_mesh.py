@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lightrl.distributed.mesh import close_world, init_world
+from lightrl.distributed.mesh import close_world, init_world, number_among_equals
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +28,19 @@ def test_a_process_group_that_exists_says_who_we_are(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WORLD_SIZE", "8")
     world = init_world("cpu")
     assert (world.rank, world.size) == (0, 1)
+
+
+def test_ranks_are_numbered_among_those_that_see_the_same_gpus() -> None:
+    two_machines = [("a", None)] * 3 + [("b", None)] * 2
+    assert [number_among_equals(two_machines, r) for r in range(5)] == [0, 1, 2, 0, 1]
+    round_robin = [("a", None), ("b", None)] * 2
+    assert [number_among_equals(round_robin, r) for r in range(4)] == [0, 0, 1, 1]
+    a_gpu_each = [("a", "0"), ("a", "1"), ("b", "0")]
+    assert [number_among_equals(a_gpu_each, r) for r in range(3)] == [0, 0, 0]
+
+
+def test_a_group_made_by_hand_believes_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert init_world("cpu").local_rank == 0
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert init_world("cpu").local_rank == 2

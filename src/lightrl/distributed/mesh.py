@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -113,39 +114,72 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise UserError(
             f"local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} visible): "
-            "lower torchrun's --nproc-per-node"
+            "lower torchrun's --nproc-per-node; without torchrun, set LOCAL_RANK"
         )
     return torch.device("cuda", local_rank)
 
 
 def init_world(device: str = "auto", shard_size: int | None = None, timeout: float = 1800.0) -> World:
-    """Join the torchrun job, or be a world of one without it. A process group that exists is taken as it is."""
+    """Join the torchrun job, or be a world of one without it. A process group that exists is taken as it is.
+
+    Whoever starts ranks by other means than torchrun need not set LOCAL_RANK: the ranks find theirs out together.
+    """
     rank, size, local_rank = _place()
     shard = size if shard_size is None else shard_size
     if size % shard:
         raise UserError(f"parallel.shard_size: {shard} does not divide the {size} ranks of this run")
-    here = pick_device(device, local_rank)
-    if here.type == "cuda":
-        torch.cuda.set_device(here)
+    here = pick_device(device, local_rank or 0)  # before anything else, as it may be refused
+    if local_rank is not None:
+        _use(here)
+    limit = timedelta(seconds=timeout)
     if not dist.is_initialized():
-        limit = timedelta(seconds=timeout)
         backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=limit)
         else:  # a store in memory instead of a server; gloo itself listens, on this machine's own address
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    group = dist.new_group(backend="gloo", timeout=limit) if size > 1 else None
+    if local_rank is None:
+        local_rank = _find_local_rank(rank, size, group)
+        here = pick_device(device, local_rank)
+        _use(here)
     mesh = init_device_mesh(here.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if size > 1 else None
     return World(rank=rank, size=size, local_rank=local_rank, device=here, mesh=mesh, cpu_group=group)
 
 
-def _place() -> tuple[int, int, int]:
-    """Rank, number of ranks, rank on this machine. Schedulers set WORLD_SIZE too: without RANK it is not torchrun's."""
+def _use(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _place() -> tuple[int, int, int | None]:
+    """Rank, number of ranks, rank on this machine (None: not said). Schedulers set WORLD_SIZE too: without RANK it is
+    not torchrun's."""
+    local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
     if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0"))
+        return dist.get_rank(), dist.get_world_size(), local_rank
     if "RANK" not in os.environ:
         return 0, 1, 0
-    return int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    return int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1")), local_rank
+
+
+def _find_local_rank(rank: int, size: int, group: Any) -> int:
+    """This rank's number among those that see the same GPUs. A collective."""
+    if size == 1:
+        return 0
+    places: list[Any] = [None] * size
+    place = (socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES"))  # a launcher may give each rank its own
+    dist.all_gather_object(places, place, group=group)
+    return number_among_equals(places, rank)
+
+
+def number_among_equals(places: Sequence[Any], rank: int) -> int:
+    """How many ranks before this one are at the same place.
+
+    >>> [number_among_equals(["a", "b", "a"], rank) for rank in range(3)]
+    [0, 0, 1]
+    """
+    return list(places[:rank]).count(places[rank])
 
 
 def set_deterministic(enabled: bool) -> None:
