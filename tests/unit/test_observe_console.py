@@ -183,7 +183,7 @@ def test_stage_times_add_up_nest_and_survive_errors(monkeypatch: pytest.MonkeyPa
     def wait(seconds: float) -> None:
         now[0] += seconds
 
-    timer = timing.StageTimer(cuda_sync=True)
+    timer = timing.StageTimer()
     wait(30.0)  # loading is no part of the first step
     for seconds in (1.0, 2.0):
         with timer("generate"):
@@ -208,3 +208,31 @@ def test_stage_times_add_up_nest_and_survive_errors(monkeypatch: pytest.MonkeyPa
     }
     wait(2.0)
     assert timer.metrics() == {"time/total": 2.0}
+
+
+def test_gpu_work_is_timed_in_the_stage_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, queued=0.0)
+
+    def synchronize() -> None:
+        clock.now, clock.queued = clock.now + clock.queued, 0.0
+
+    def fail() -> None:
+        with timer("train"):
+            clock.queued += 64.0
+            raise RuntimeError
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=cuda))
+    timer = timing.StageTimer()
+    clock.queued = 32.0  # of before the first stage
+    with timer("sync"):
+        clock.queued += 1.0
+    with timer("train"):
+        clock.queued += 2.0
+        with timer("forward"):
+            clock.queued += 4.0
+    assert timer.metrics() == {"time/sync": 1.0, "time/train/forward": 4.0, "time/train": 6.0, "time/total": 7.0}
+    with pytest.raises(RuntimeError):
+        fail()
+    assert clock.queued == 64.0  # an error is not kept waiting for work that may never end

@@ -13,12 +13,12 @@ class StageTimer:
     """`with timer("generate"): …` -> `time/generate`.
 
     A stage that runs again adds up; one inside another is `time/OUTER/INNER`, so that the plain names never overlap.
-    One thread, one stage at a time. The clock of `time/total` starts with the first stage. With `cuda_sync` a stage
-    ends when its GPU work has: right, but it stalls the GPU.
+    One thread, one stage at a time. The clock of `time/total` starts with the first stage. In a process that uses a GPU
+    a stage ends when its work there has: weights on their way to the engine, or the last update, would else be counted
+    in whatever comes next and waits for them. The queue runs dry once a stage, so take few and long ones.
     """
 
-    def __init__(self, cuda_sync: bool = False) -> None:
-        self._cuda_sync = cuda_sync and torch.cuda.is_available()
+    def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
         self._start: float | None = None
@@ -27,13 +27,14 @@ class StageTimer:
     def __call__(self, stage: str) -> Iterator[None]:
         self._open.append(stage)
         name = "/".join(self._open)
-        start = self._now()
+        start = _now()
         if self._start is None:
             self._start = start
         try:
             yield
+            _wait_for_gpu()  # not after an error: a hanging collective would keep it from being seen
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
             self._open.pop()
 
     def seconds(self, stage: str) -> float:
@@ -42,13 +43,18 @@ class StageTimer:
 
     def metrics(self) -> dict[str, float]:
         """`time/STAGE` of each stage and `time/total`, in seconds since the last call; starts anew."""
-        now = self._now()
+        now = _now()
         result = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         result["time/total"] = 0.0 if self._start is None else now - self._start
         self._seconds, self._start = {}, now
         return result
 
-    def _now(self) -> float:
-        if self._cuda_sync:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+
+def _now() -> float:
+    _wait_for_gpu()
+    return time.perf_counter()
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
