@@ -148,20 +148,30 @@ def _spread(
 ) -> tuple[tuple[tuple[Unit, ...], ...], ...]:
     costs = [cost(u.tokens, u.pairs, u.targets) for u in units]
     ranks = [[units[i] for i in part] for part in karmarkar_karp(costs, world_size)]
-    limit = max([max_tokens, *(u.tokens for u in units)])
-    count = max([1, *(-(-sum(u.tokens for u in part) // limit) for part in ranks)])
+    count = max(1, *(_fewest_microbatches(part, max_tokens) for part in ranks))
     while True:
-        split = [karmarkar_karp([float(u.tokens) for u in part], count) for part in ranks]
-        if all(
-            sum(part[i].tokens for i in micro) <= limit
-            for part, micros in zip(ranks, split, strict=True)
-            for micro in micros
-        ):
-            break
+        split = [_microbatches(part, count, max_tokens) for part in ranks]
+        found = [micros for micros in split if micros is not None]
+        if len(found) == world_size:
+            return tuple(found)
         count += 1
-    return tuple(
-        tuple(tuple(part[i] for i in micro) for micro in micros) for part, micros in zip(ranks, split, strict=True)
-    )
+
+
+def _fewest_microbatches(units: list[Unit], max_tokens: int) -> int:
+    short = sum(u.tokens for u in units if u.tokens <= max_tokens)
+    return sum(u.tokens > max_tokens for u in units) + -(-short // max_tokens)
+
+
+def _microbatches(units: list[Unit], count: int, max_tokens: int) -> tuple[tuple[Unit, ...], ...] | None:
+    """One rank's units in `count` microbatches, some perhaps empty. Those too long are alone; None where the others
+    cannot be kept within `max_tokens`."""
+    alone = [(u,) for u in units if u.tokens > max_tokens]
+    rest = [u for u in units if u.tokens <= max_tokens]
+    parts = karmarkar_karp([float(u.tokens) for u in rest], count - len(alone)) if count > len(alone) else []
+    shared = [tuple(rest[i] for i in part) for part in parts]
+    if any(sum(u.tokens for u in micro) > max_tokens for micro in shared):
+        return None
+    return (*alone, *shared)
 
 
 def loss_weight(plan: MinibatchPlan, loss_tokens: int, *, aggregation: str, constant_length: int) -> float:
