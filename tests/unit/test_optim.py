@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrl.config.schema import OptimConfig
-from lightrl.training.optim import build_optimizer, build_schedule, grad_norm, lr_factor, optimizer_step
+from lightrl.training.optim import advance, build_optimizer, build_schedule, grad_norm, lr_factor, optimizer_step
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,16 @@ from lightrl.training.optim import build_optimizer, build_schedule, grad_norm, l
 def test_schedule(config, total, factors):
     section = OptimConfig(**config)
     assert [lr_factor(i, section, total) for i in range(len(factors))] == pytest.approx(factors)
+
+
+def test_a_schedule_is_brought_to_a_place_and_never_back():
+    config = OptimConfig(lr=2.0, schedule="linear")
+    optimizer = build_optimizer([torch.nn.Parameter(torch.ones(2, 2))], config)
+    schedule = build_schedule(optimizer, config, 8, updates_done=2)
+    assert optimizer.param_groups[0]["lr"] == 1.5
+    for place, rate in ((5, 0.75), (5, 0.75), (3, 0.75)):
+        advance(schedule, place)
+        assert optimizer.param_groups[0]["lr"] == rate
 
 
 def test_decay_only_on_matrices_and_first_step_by_hand():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -276,6 +277,68 @@ def test_optimizer_settings_follow_the_config_on_resume(trainer_for):
     assert resumed.train()["optim/lr"] == 5e-4
     assert [g["weight_decay"] for g in resumed.optimizer.param_groups] == [0.1, 0.0]
     assert {int(s["step"]) for s in resumed.optimizer.state.values()} == {4}
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_another_number_of_updates_on_resume_keeps_the_place_in_the_schedule(trainer_for, tmp_path, updates):
+    """Two steps of the other number, then two of this: each begins at the rate that its step has in a linear decay."""
+    shared = {"optim": {"lr": 1.0, "schedule": "linear"}, "run": {"steps": 4}}
+    first = trainer_for(**shared, algorithm={"minibatches_per_step": 3 - updates})
+    began = _rates_at_begin(first)
+    first.train()
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_00000{step}")
+    resumed = trainer_for(**shared, algorithm={"minibatches_per_step": updates})
+    began_again = _rates_at_begin(resumed)
+    resumed.train()
+    assert began == [1.0, 0.75, 0.5, 0.25]
+    assert began_again == [0.5, 0.25]
+    assert resumed.schedule.get_last_lr() == [0.0, 0.0]
+
+
+def _rates_at_begin(trainer) -> list[float]:
+    rates, collect = [], trainer.collect
+
+    def noting(prompts):
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        return collect(prompts)
+
+    trainer.collect = noting
+    return rates
+
+
+def test_updates_that_are_left_out_count_in_the_schedule(trainer_for):
+    """Every answer masked out: nothing to learn from, but the decay ends where it should."""
+    trainer = trainer_for(
+        run={"steps": 2},
+        optim={"schedule": "linear", "lr": 1.0},
+        algorithm={"minibatches_per_step": 2},
+        rollout={"truncated": "mask"},
+    )
+    collect = trainer.collect
+
+    def cut(prompts):
+        groups = collect(prompts)
+        for sample in (s for g in groups for s in g.samples):
+            sample.loss_mask = [0] * sample.response_length
+        return groups
+
+    trainer.collect = cut
+    trainer.step(trainer.source.next(4))
+    assert trainer.schedule.get_last_lr() == [0.5, 0.5]
+    assert not trainer.optimizer.state
+
+
+def test_checkpoints_share_one_process_group(trainer_for, tmp_path, monkeypatch):
+    """Each would keep threads and sockets for good."""
+    trainer_for(run={"steps": 1}).train()
+    trainer, made = trainer_for(run={"steps": 2}), []
+    new_group = torch.distributed.new_group
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *a, **k: made.append(a) or new_group(*a, **k))
+    for _ in range(2):
+        trainer.load_checkpoint(tmp_path / "run" / "checkpoints" / "step_000001")
+    trainer.train()
+    assert len(made) == 1
 
 
 def test_another_number_of_prompts_on_resume_repeats_no_draws(trainer_for):

@@ -221,8 +221,9 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """Newest usable checkpoint, None if there is none yet; then stale temporary folders are removed.
 
-        A damaged one is skipped with a warning. `UserError` if all are damaged.
+        Waits for the save under way. A damaged one is skipped with a warning. `UserError` if all are damaged.
         """
+        self.wait()
         found = latest(self.dir, verify=self.config.verify, group=self.group)
         if self.rank == 0 and self.dir.is_dir():
             for stale in self.dir.glob("step_*.tmp"):
@@ -239,6 +240,8 @@ class Checkpointer:
         generators: random_state.Generators | None = None,
     ) -> dict[str, Any]:
         """Restore model, optimizer and random generators in place, at any world size; returns `extra`.
+
+        `folder` may be that of another run.
 
         Ranks that the saved run did not have get generators seeded from its rank 0 and their number.
         """

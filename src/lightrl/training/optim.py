@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -32,6 +33,14 @@ def build_schedule(
     for group in optimizer.param_groups:
         group["initial_lr"] = config.lr
     return LambdaLR(optimizer, lambda update: lr_factor(update, config, total_updates), last_epoch=updates_done - 1)
+
+
+def advance(schedule: LambdaLR, updates_done: int) -> None:
+    """Bring the schedule to `updates_done`: updates left out for want of a loss token count as made."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        while schedule.last_epoch < updates_done:
+            schedule.step()
 
 
 def apply_settings(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:

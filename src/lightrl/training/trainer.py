@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
 from lightrl.training.checkpoint import Checkpointer
 from lightrl.training.evaluate import evaluate, load_eval_sets
-from lightrl.training.optim import apply_settings, build_optimizer, build_schedule
+from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule
 from lightrl.training.packing import TrainSample
 from lightrl.training.policy import Policy
 from lightrl.training.update import mismatch_metrics, update
@@ -103,7 +104,7 @@ class Trainer:
         self.policy = Policy.load(config.model, self.world)
         self.reference = setup.load_reference(config, self.world)
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
-        self.schedule = self._schedule(updates_done=0)
+        self.schedule = self._schedule(steps_done=0)
         self.state = setup.training_state(config.parallel, self.policy, self.reference, self.optimizer)
         self.engine = setup.build_engine(
             config.engine,
@@ -164,6 +165,7 @@ class Trainer:
         self.policy_version += 1
         self.steps_done += 1
         self.groups_done += len(prompts)
+        advance(self.schedule, self.steps_done * algorithm.minibatches_per_step)
         self._torn = False
         tally.merge([rollout_metrics(groups, self.sampling.max_new_tokens)])
         if self.writer is not None:
@@ -254,8 +256,7 @@ class Trainer:
             return self._train()
 
     def _train(self) -> dict[str, float]:
-        config = self.config
-        checkpointer = Checkpointer(self.run_dir / "checkpoints", config.checkpoint)
+        config, checkpointer = self.config, self._checkpointer
         self._resume(checkpointer)
         metrics: dict[str, float] = {}
         with self._trackers() as trackers:
@@ -316,13 +317,13 @@ class Trainer:
 
         `weights_only`, to evaluate: training data may be another than the checkpoint's.
         """
-        checkpointer, module = Checkpointer(folder.parent, self.config.checkpoint), self.policy.module
+        checkpointer, module = self._checkpointer, self.policy.module
         if weights_only:
             extra = checkpointer.load(folder, module, None, rng=False)
         else:
             extra = checkpointer.load(folder, module, self.optimizer)
             apply_settings(self.optimizer, self.config.optim)
-            self.schedule = self._schedule(updates_done=extra["updates"])
+            self.schedule = self._schedule(steps_done=extra["step"])
             self.source.restore(extra["source"])
         self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
         self.groups_done = extra["groups"]
@@ -364,9 +365,15 @@ class Trainer:
                 self.console.notice(prompts.notice)
         self.console.settings("LightRL", setup.summary(self.config, self.world, self.policy, self.prompts))
 
-    def _schedule(self, updates_done: int) -> LambdaLR:
-        total = self.config.run.steps * self.config.algorithm.minibatches_per_step
-        return build_schedule(self.optimizer, self.config.optim, total, updates_done)
+    def _schedule(self, steps_done: int) -> LambdaLR:
+        """At the place of a run that had the present settings from the start."""
+        updates = self.config.algorithm.minibatches_per_step
+        return build_schedule(self.optimizer, self.config.optim, self.config.run.steps * updates, steps_done * updates)
+
+    @cached_property
+    def _checkpointer(self) -> Checkpointer:
+        """One, as it has a process group of its own; it loads from any folder."""
+        return Checkpointer(self.run_dir / "checkpoints", self.config.checkpoint)
 
     def _trackers(self) -> Trackers:
         if not self.world.is_main:
@@ -384,7 +391,6 @@ class Trainer:
                 "policy_version": self.policy_version,
                 "groups": self.groups_done,
                 "model": self.config.model.path,
-                "updates": self.schedule.last_epoch,
                 "source": self.source.state(),
             },
             metrics=metrics,
