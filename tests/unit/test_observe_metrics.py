@@ -41,7 +41,13 @@ def group(index: int, rewards: list[float | None], lengths: list[int], **changes
 
 GROUPS = [
     group(0, [1.0, 0.0, 0.0, 1.0], [2, 4, 6, 8], status={2: Status.TRUNCATED, 3: Status.ABORTED}),
-    group(1, [0.5, 0.5, None], [10, 2, 7], status={2: Status.FAILED}, metadata={0: {"missing_think": True}}),
+    group(
+        1,
+        [0.5, 0.5, None],
+        [10, 2, 7],
+        status={2: Status.FAILED},
+        metadata={0: {"missing_think": True}, 1: {"grading_limit": "took longer than 1 s"}},
+    ),
 ]
 
 
@@ -58,7 +64,7 @@ def test_rollout_metrics_by_hand() -> None:
     assert (m["rollout/length_max"], m["rollout/length_min"]) == (10, 2)
     assert m["rollout/budget_used"] == pytest.approx(32 / 6 / 16)
     assert m["rollout/prompt_length_mean"] == 3
-    shares = {n: m[f"rollout/{n}_share"] for n in ("truncated", "aborted", "failed", "missing_think")}
+    shares = {n: m[f"rollout/{n}_share"] for n in ("truncated", "aborted", "failed", "missing_think", "grading_limit")}
     assert shares == {n: pytest.approx(1 / 7) for n in shares}
 
 
@@ -132,6 +138,7 @@ def test_eval_metrics_by_hand() -> None:
         group(0, [1.0, 0.0, 0.0, 0.0, 0.5, 0.0], [1, 2, 3, 4, 5, 6], status={5: Status.TRUNCATED}),
         group(1, [1.0, 1.0, 1.0, 1.0, 1.0, None], [2] * 6, status={5: Status.FAILED}),
     ]
+    groups[0].samples[1].metadata["grading_limit"] = "took longer than 1 s"
     m = eval_metrics("dev", groups, k=6, threshold=0.5).result()
     assert m["eval/dev/avg@6"] == pytest.approx((0.25 + 1.0) / 2)
     assert m["eval/dev/pass@1"] == pytest.approx((1 / 6 + 5 / 6) / 2)  # 0.5 is not above 0.5; the failed one passes not
@@ -139,7 +146,8 @@ def test_eval_metrics_by_hand() -> None:
     assert m["eval/dev/pass@4"] == pytest.approx((2 / 3 + 1) / 2)
     assert m["eval/dev/pass@6"] == 1.0
     assert m["eval/dev/length_mean"] == pytest.approx((21 + 10) / 11)
-    assert m["eval/dev/truncated_share"] == m["eval/dev/failed_share"] == pytest.approx(1 / 12)
+    for name in ("truncated", "failed", "grading_limit"):
+        assert m[f"eval/dev/{name}_share"] == pytest.approx(1 / 12)
     assert m["eval/dev/prompts"] == 2
     assert {name for name in m if "pass@" in name} == {f"eval/dev/pass@{j}" for j in (1, 2, 4, 6)}
     merged = Tally.merged([eval_metrics("dev", [g], 6, 0.5).to_dict() for g in groups]).result()

@@ -16,7 +16,7 @@ import torch
 
 from lightrl.config.schema import RewardConfig
 from lightrl.errors import UserError
-from lightrl.rewards import RewardFailure, RewardStats, Scorer
+from lightrl.rewards import RewardFailure, RewardStats, Scorer, dapo
 from lightrl.types import Prompt, Sample, Status
 
 
@@ -119,6 +119,15 @@ def test_a_hanging_function_fails_its_sample_and_the_rest_goes_on(make: Callable
             assert b.metadata["failure"] == "reward: TimeoutError: took longer than 0.3 s"
     finally:
         release.set()
+
+
+def test_a_rule_that_hangs_gives_its_worst(make: Callable[..., Scorer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike a function: its code is known, so the text is to blame, and must not escape."""
+    release = threading.Event()
+    monkeypatch.setattr(dapo, "grade_dapo", lambda answer: release.wait())
+    (s,) = score(make(type="dapo", timeout=0.2), sample("Answer: 5"))
+    release.set()
+    assert (s.reward, s.status, s.metadata) == (-1.0, Status.COMPLETED, {"grading_limit": "took longer than 0.2 s"})
 
 
 def test_an_async_function_that_blocks_does_not_block_generation(make: Callable[..., Scorer]) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from lightrl.config.schema import RewardConfig
 from lightrl.errors import UserError
-from lightrl.rewards import Scorer, check_labels
+from lightrl.rewards import RewardStats, Scorer, check_labels
 from lightrl.rewards.answer import Answer
 from lightrl.rewards.pool import WorkerError, WorkerPool
 from lightrl.types import Prompt, Sample, Status
@@ -29,7 +29,7 @@ def prompt(label: Any, line: int = 1, **metadata: Any) -> Prompt:
     return Prompt(index=line - 1, tokens=[1], text="q", label=label, metadata=metadata, source=f"train.jsonl:{line}")
 
 
-def test_a_hanging_rule_is_killed_and_the_others_are_graded() -> None:
+def test_an_answer_that_is_too_much_for_its_rule_gets_the_worst_and_the_others_are_graded() -> None:
     # x**x**x… of big numbers hangs inside one C call: no Python code of the worker could end it
     responses = [r"\boxed{5}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{4}", r"\boxed{\frac{10}{2}}"]
     samples = [
@@ -39,9 +39,10 @@ def test_a_hanging_rule_is_killed_and_the_others_are_graded() -> None:
     scorer = Scorer(RewardConfig(type="math", timeout=2.0, concurrency=2))
     assert not workers()  # none before the first call
     asyncio.run(scorer.score(samples))
-    assert [s.reward for s in samples] == [1.0, None, 0.0, 1.0]
-    assert samples[1].status is Status.FAILED
-    assert samples[1].metadata["failure"] == "reward: TimeoutError: took longer than 2 s"
+    assert [s.reward for s in samples] == [1.0, 0.0, 0.0, 1.0]
+    assert {s.status for s in samples} == {Status.COMPLETED}
+    assert [s.metadata for s in samples] == [{}, {"grading_limit": "took longer than 2 s"}, {}, {}]
+    assert scorer.take_stats() == RewardStats(total=4)
     scorer.close()
     scorer.close()
     assert not workers()
@@ -64,6 +65,24 @@ def test_what_a_rule_raises_comes_with_its_traceback_and_the_worker_lives_on() -
         pool.close()
     with pytest.raises(WorkerError, match="are closed"):
         pool.call("math:grade_math", Answer(response=""), 10)
+
+
+def test_only_what_a_worker_does_to_itself_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Big numbers abort in C when the memory that they are allowed is used up; a kill says nothing of the text."""
+    pool = WorkerPool(1)
+    answers = [Sample(prompt=prompt("5"), group_index=0, index=i, tokens=[1], response_length=0) for i in range(2)]
+    scorer = Scorer(RewardConfig(type="boxed_math"))
+    monkeypatch.setattr(scorer, "_pool", pool)
+    for number, sample in ((signal.SIGABRT, answers[0]), (signal.SIGKILL, answers[1])):
+        sample.response = r"\boxed{5}"
+        pool.call("math:grade_math", Answer(response="5", label="5"), 10)
+        (worker,) = workers()
+        worker.send_signal(number)
+        asyncio.run(scorer.score([sample]))
+    scorer.close()
+    assert (answers[0].reward, answers[1].reward) == (0.0, None)
+    assert answers[0].metadata == {"grading_limit": "ended itself, out of memory or stack (exit code -6)"}
+    assert answers[1].metadata == {"failure": "reward: WorkerError: the worker process died (exit code -9)"}
 
 
 PARENT = """

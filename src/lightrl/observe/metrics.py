@@ -119,6 +119,7 @@ def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int) -> 
             tally.add("rollout/aborted_share", sample.status is Status.ABORTED)
             tally.add("rollout/failed_share", sample.status is Status.FAILED)
             tally.add("rollout/missing_think_share", bool(sample.metadata.get("missing_think", False)))
+            tally.add("rollout/grading_limit_share", "grading_limit" in sample.metadata)
             tally.add("rollout/prompt_length_mean", sample.prompt_length)
             if sample.status is Status.FAILED:
                 continue
@@ -159,6 +160,7 @@ def eval_metrics(name: str, groups: Iterable[SampleGroup], k: int, threshold: fl
         for sample in group.samples:
             tally.add(f"eval/{name}/truncated_share", sample.status is Status.TRUNCATED)
             tally.add(f"eval/{name}/failed_share", sample.status is Status.FAILED)
+            tally.add(f"eval/{name}/grading_limit_share", "grading_limit" in sample.metadata)
             if sample.status is not Status.FAILED:
                 tally.add(f"eval/{name}/length_mean", sample.response_length)
     return tally

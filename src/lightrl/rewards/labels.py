@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightrl.config.schema import RewardConfig
 from lightrl.errors import UserError
 from lightrl.rewards.answer import Answer
-from lightrl.rewards.pool import WorkerError, WorkerPool
+from lightrl.rewards.pool import LimitError, WorkerError, WorkerPool
 from lightrl.rewards.registry import Rule, find_rule, function_of
 from lightrl.rewards.scorer import pool_size, rule_name
 from lightrl.types import Prompt
@@ -76,8 +76,9 @@ def _checked_in_workers(rows: list[tuple[int, Prompt, str, Rule]], config: Rewar
         answer = Answer(response="", label=prompt.label, metadata=prompt.metadata)
         try:
             pool.call(rule.check, answer, config.timeout)
-        except TimeoutError:
-            return _problem(position, prompt, name, f"the label {str(prompt.label)[:80]!r} takes too long to parse")
+        except LimitError as error:
+            text = f"the label {str(prompt.label)[:80]!r} is too much for the parser, which {error}"
+            return _problem(position, prompt, name, text)
         except WorkerError as error:
             return _problem(position, prompt, name, str(error).removeprefix("ValueError: "))
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +29,10 @@ class WorkerError(RuntimeError):
         self.remote_traceback = remote_traceback
 
 
+class LimitError(RuntimeError):
+    """A call on which a worker broke off at one of its limits: what it was given is to blame, not the machine."""
+
+
 class WorkerPool:
     """Up to `size` processes. `call` may be used from many threads; closing it again and again does no harm."""
 
@@ -41,8 +46,9 @@ class WorkerPool:
     def call(self, function: str, answer: Answer, timeout: float) -> Any:
         """Run `module:function` of this package on `answer` in a worker.
 
-        Raises TimeoutError after `timeout` seconds (waiting for a worker and starting one do not count) and WorkerError
-        for what the function raised.
+        Raises LimitError after `timeout` seconds (waiting for a worker and starting one do not count) and for a worker
+        that broke off by itself, out of the memory it is allowed; WorkerError for what the function raised and for a
+        worker that was killed.
         """
         with self._slots:
             worker = self._take(function)
@@ -77,7 +83,7 @@ class WorkerPool:
             self._all.add(worker)
         try:
             worker.ask({"function": function, "answer": None, "timeout": START_TIMEOUT}, START_TIMEOUT)
-        except BaseException as error:
+        except BaseException as error:  # a limit, too: no answer was given to it yet
             self._discard(worker)
             raise WorkerError(f"a reward worker did not start: {error}") from error
         return worker
@@ -129,9 +135,12 @@ class _Worker:
         if line and not expired.is_set():
             return json.loads(line)
         if expired.is_set():
-            raise TimeoutError(f"took longer than {timeout:g} s")
+            raise LimitError(f"took longer than {timeout:g} s")
         self._process.kill()
-        raise WorkerError(f"the worker process died (exit code {self._process.wait()})")
+        code = self._process.wait()
+        if code in (0, -signal.SIGKILL, -signal.SIGTERM):  # from outside, as the system does when memory is short
+            raise WorkerError(f"the worker process died (exit code {code})")
+        raise LimitError(f"ended itself, out of memory or stack (exit code {code})")
 
     def kill(self) -> None:
         self._process.kill()

@@ -28,7 +28,7 @@ class Rule:
     isolated: bool = False
     """May hang on an odd input: runs in a worker process that can be killed."""
     worst: float = 0.0
-    """Reward of no answer at all."""
+    """Reward of no answer at all, and of one that the rule cannot get through within its limits."""
 
 
 RULES: dict[str, Rule] = {

@@ -15,7 +15,7 @@ from lightrl.errors import UserError
 from lightrl.rewards.answer import Answer
 from lightrl.rewards.box import last_box
 from lightrl.rewards.calls import Caller, in_thread
-from lightrl.rewards.pool import WorkerError, WorkerPool
+from lightrl.rewards.pool import LimitError, WorkerError, WorkerPool
 from lightrl.rewards.registry import find_rule, function_of
 from lightrl.rewards.values import list_of, reward_of
 from lightrl.types import Prompt, Sample, Status
@@ -71,7 +71,9 @@ class Scorer:
         """Score the samples of a group in place; those that generation already failed are left alone.
 
         Sets `reward`, and puts other entries of a dict reward into `metadata["reward"]`. A call that raises, hangs, or
-        returns no finite number fails its sample: status FAILED, reward None, the reason in `metadata["failure"]`.
+        returns no finite number fails its sample: status FAILED, reward None, the reason in `metadata["failure"]`. But
+        a rule that runs into its limits gives its worst, with the reason in `metadata["grading_limit"]`: its code and
+        the label are known to be good, and what the model wrote must not escape by being too much for it.
         """
         graded = [s for s in samples if s.status is not Status.FAILED]
         custom, ruled = [], []
@@ -160,9 +162,13 @@ class Scorer:
         if boxed and (response := last_box(sample.response)) is None:
             return [rule.worst]
         answer = answer_of(sample, response or "", boxed)
-        if rule.isolated:
-            return [await in_thread(self._pool.call, rule.grade, answer, self.config.timeout)]
-        return [await self._caller.call(function_of(rule.grade), answer, self.config.timeout)]
+        try:
+            if rule.isolated:
+                return [await in_thread(self._pool.call, rule.grade, answer, self.config.timeout)]
+            return [await self._caller.call(function_of(rule.grade), answer, self.config.timeout)]
+        except (LimitError, TimeoutError) as error:
+            sample.metadata["grading_limit"] = str(error)
+            return [rule.worst]
 
     async def _apply_custom(self, sample: Sample) -> list[Any]:
         assert self._custom is not None
