@@ -91,12 +91,43 @@ class Engine(Protocol):
         """Free everything; idempotent."""
 
 
+class EngineLostError(RuntimeError):
+    """The engine died or hung in the middle of work; the message holds the end of its log.
+
+    `finished` are the complete answers of the request, by their place: only the others need be sampled again.
+    """
+
+    def __init__(self, message: str, finished: dict[int, Completion] | None = None) -> None:
+        super().__init__(message)
+        self.finished = finished or {}
+
+
+@runtime_checkable
+class Restartable(Protocol):
+    """An engine in processes that can be lost without the trainer's."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether this rank's engine process has died or hung; False on a rank that holds none."""
+
+    def restart(self) -> None:
+        """Put a new engine in the place of the old. Every rank that shares the engine calls it.
+
+        The new one has no weights (`policy_version` is -1) and its memory taken. EngineLostError when it has been
+        restarted too often or cannot start.
+        """
+
+
 @runtime_checkable
 class GroupLoader(Protocol):
     """An engine in another process, which takes weights a group at a time so that they need never all be whole."""
 
     def load_groups(self, groups: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> None:
-        """As `load_weights`. A group's tensors are valid until the next is asked for; may be gone through twice."""
+        """As `load_weights`. A group's tensors are valid until the next is asked for; may be gone through twice.
+
+        An engine that is lost raises EngineLostError only after all groups have been gone through as often as on the
+        other ranks: making a group is a collective.
+        """
 
 
 @runtime_checkable
