@@ -127,9 +127,9 @@ def measure(settings: dict[str, Any]) -> None:
         finally:
             watch.stage = before
 
-    def collect(prompts: Any) -> Any:
+    def collect(*given: Any) -> Any:
         with stage("generate"):
-            return original(prompts)
+            return original(*given)
 
     trainer.collect = collect  # type: ignore[method-assign]
     pack = trainer.pack

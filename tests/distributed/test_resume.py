@@ -187,10 +187,10 @@ def fail_on_one_rank(folder: str) -> None:
     trainer = Trainer(tiny_run.make_run(Path(folder)), reward=reward)
     step = trainer.collect
 
-    def collect(prompts):
+    def collect(*given):
         if os.environ["RANK"] == "1" and trainer.steps_done == 1:
             raise RuntimeError("this rank gives up")
-        return step(prompts)
+        return step(*given)
 
     trainer.collect = collect
     trainer.train()

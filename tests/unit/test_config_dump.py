@@ -87,6 +87,9 @@ FULL = Config(
         stop=["\n\n", "###"],
         stop_token_ids=[0, 151645],
         truncated="mask",
+        filter="m:f",
+        oversample_prompts=6,
+        max_draws=2,
     ),
     engine=EngineConfig(
         kind="sglang",
@@ -153,6 +156,7 @@ FULL = Config(
                 top_p=0.5,
                 top_k=2,
                 pass_threshold=0.0,
+                gate=0.25,
             ),
             EvalSetConfig(name="b", path="q"),
         ],

@@ -102,6 +102,18 @@ def test_what_was_dealt_for_a_step_that_failed_comes_again() -> None:
     assert steps == [indices(plain, 4) for _ in range(4)]
 
 
+@given(size=st.integers(1, 7), steps=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_what_is_given_back_comes_again_first(size: int, steps: list[tuple[int, int]]) -> None:
+    """Over ends of epochs too; the state is that of a source that never dealt them."""
+    source, plain = PromptSource(prompts(size), seed=3, shuffle=True), PromptSource(prompts(size), seed=3, shuffle=True)
+    for used, unused in steps:
+        assert indices(source, used + unused)[:used] == indices(plain, used)
+        source.give_back(unused)
+        assert source.state() == plain.state()
+    assert indices(source, 9) == indices(plain, 9)
+
+
 def test_no_prompts() -> None:
     with pytest.raises(DataError, match="no prompts"):
         PromptSource(prompts(0), seed=0, shuffle=True)

@@ -47,7 +47,7 @@ RULES = {
     "engine.sglang": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_host": "lightrl.engine.sglang_frames | sglang",
     "engine.sglang_receiver": "torch lightrl.sync |",
-    "rollout": f"torch {SECTION} lightrl.engine.base lightrl.rewards lightrl.data lightrl.hooks |",
+    "rollout": f"torch {SECTION} lightrl.engine.base lightrl.distributed lightrl.rewards lightrl.data lightrl.hooks |",
     "training": f"torch transformers safetensors numpy {LIBRARY} | lightrl.engine filelock",
 }
 # torchrun's variables; SGLang's; which process prints an error (before torch is there); OMP_WAIT_POLICY.

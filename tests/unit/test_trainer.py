@@ -299,9 +299,9 @@ def test_another_number_of_updates_on_resume_keeps_the_place_in_the_schedule(tra
 def _rates_at_begin(trainer) -> list[float]:
     rates, collect = [], trainer.collect
 
-    def noting(prompts):
+    def noting(*given):
         rates.append(trainer.optimizer.param_groups[0]["lr"])
-        return collect(prompts)
+        return collect(*given)
 
     trainer.collect = noting
     return rates
@@ -317,8 +317,8 @@ def test_updates_that_are_left_out_count_in_the_schedule(trainer_for):
     )
     collect = trainer.collect
 
-    def cut(prompts):
-        groups = collect(prompts)
+    def cut(*given):
+        groups = collect(*given)
         for sample in (s for g in groups for s in g.samples):
             sample.loss_mask = [0] * sample.response_length
         return groups

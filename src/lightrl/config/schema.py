@@ -7,6 +7,7 @@ and `--help` answer at once. Optional fields default to None, because TOML has n
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -142,6 +143,20 @@ class RolloutConfig:
     truncated: Literal["keep", "mask", "zero_reward"] = "keep"
     """Responses cut by length: train on them as scored, leave them out of the loss (they stay in the baseline), or
     give them 0 at most."""
+    filter: str = "none"
+    """Which groups are trained on: `none` takes all, `nonzero_std` those whose rewards differ,
+    `package.module:function` those it returns true, or (true, reason), for. Prompts are drawn until
+    `prompts_per_step` groups pass."""
+    oversample_prompts: PositiveInt | None = None
+    """Prompts drawn at once with a `filter`; what is not needed is aborted and comes again in the next step. Default:
+    `prompts_per_step`."""
+    max_draws: PositiveInt = 8
+    """Most draws a step; after them it trains on what has passed, and stops the run when nothing has."""
+
+    @property
+    def prompts_per_draw(self) -> int:
+        """Prompts of one draw."""
+        return self.oversample_prompts or self.prompts_per_step
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -302,6 +317,9 @@ class EvalSetConfig:
     """0 is off."""
     pass_threshold: float = 0.5
     """A sample passes when its reward is above this."""
+    gate: float | None = None
+    """Lowest `eval/NAME/avg@k` that is good enough: `lightrl train` and `lightrl eval` end with status 1 when their
+    last evaluation is below."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -314,6 +332,25 @@ class EvalConfig:
     """Evaluate before the first step (only if `every` is set)."""
     sets: list[EvalSetConfig] = field(default_factory=list)
     """`[[eval.sets]]` tables."""
+
+    def missed_gates(self, metrics: Mapping[str, float]) -> list[str]:
+        """A line for each set whose `gate` an evaluation's metrics do not reach; none where it was not evaluated.
+
+        >>> sets = [EvalSetConfig(name="gsm8k", path="test.jsonl", gate=0.71)]
+        >>> EvalConfig(sets=sets).missed_gates({"eval/gsm8k/prompts": 9, "eval/gsm8k/avg@1": 0.7})
+        ['eval/gsm8k/avg@1 = 0.7000 is below its gate of 0.71']
+        >>> EvalConfig(sets=sets).missed_gates({"eval/gsm8k/prompts": 9, "eval/gsm8k/avg@1": 0.71})
+        []
+        """
+        missed = []
+        for spec in self.sets:
+            name = f"eval/{spec.name}/avg@{spec.samples_per_prompt}"
+            if spec.gate is None or f"eval/{spec.name}/prompts" not in metrics:
+                continue
+            value = metrics.get(name, float("nan"))  # no answer could be scored
+            if not value >= spec.gate:
+                missed.append(f"{name} = {value:.4f} is below its gate of {spec.gate:g}")
+        return missed
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -383,7 +420,7 @@ class Config:
         if self.eval.every and not self.eval.sets:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         problems += self._engine_problems()
-        problems += self._sampling_problems() + self._set_problems()
+        problems += self._sampling_problems() + self._filter_problems() + self._set_problems()
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems
@@ -396,6 +433,23 @@ class Config:
             problems.append(("rollout.stop_token_ids", "token ids are not negative"))
         if any(0 < s.temperature < LOWEST_TEMPERATURE for s in self.eval.sets):
             problems.append(("eval.sets", f"a temperature is 0 (greedy) or at least {LOWEST_TEMPERATURE}"))
+        return problems
+
+    def _filter_problems(self) -> list[tuple[str, str]]:
+        rollout = self.rollout
+        if rollout.filter == "none":
+            if rollout.oversample_prompts is not None:
+                return [("rollout.oversample_prompts", "only used with a rollout.filter: set one, or drop it")]
+            return []
+        problems = []
+        if rollout.filter != "nonzero_std" and ":" not in rollout.filter:
+            text = f"no filter {rollout.filter!r}: choose 'none', 'nonzero_std' or 'package.module:function'"
+            problems.append(("rollout.filter", text))
+        if rollout.filter == "nonzero_std" and rollout.group_size == 1:
+            problems.append(("rollout.filter", "no group of one has rewards that differ: raise rollout.group_size"))
+        if rollout.oversample_prompts is not None and rollout.oversample_prompts < rollout.prompts_per_step:
+            text = f"{rollout.oversample_prompts} are fewer than rollout.prompts_per_step = {rollout.prompts_per_step}"
+            problems.append(("rollout.oversample_prompts", f"{text}: raise it, or drop it"))
         return problems
 
     def _set_problems(self) -> list[tuple[str, str]]:

@@ -51,6 +51,14 @@ class PromptSource:
                 self._order = self._permutation(self._epoch)
         return taken
 
+    def give_back(self, n: int) -> None:
+        """The last `n` prompts that `next` dealt were not needed: they come again, first and in the same order."""
+        self._position -= n
+        while self._position < 0:
+            self._epoch -= 1
+            self._position += len(self.prompts)
+            self._order = self._permutation(self._epoch)
+
     @contextmanager
     def dealt(self, n: int) -> Iterator[list[Prompt]]:
         """The next `n` prompts, for a block. If it raises (Ctrl-C in a notebook …) they come again, not skipped."""

@@ -8,9 +8,10 @@ import hashlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from lightrl.engine.base import Completion, Engine, GenerateRequest, SamplingParams
+from lightrl.engine.base import Completion, Engine, EngineLostError, GenerateRequest, SamplingParams
 from lightrl.types import Prompt, Sample, SampleGroup, Status
 
 R = TypeVar("R")
@@ -20,6 +21,80 @@ class Scores(Protocol):
     """Scores the samples of one group in place (`lightrl.rewards.Scorer`)."""
 
     async def score(self, samples: list[Sample]) -> None: ...
+
+
+@dataclass(kw_only=True, eq=False)
+class Work:
+    """A group under way on this rank."""
+
+    group_index: int
+    prompt: Prompt
+    answers: dict[int, Completion] = field(default_factory=dict)
+    """Complete answers by their number. They outlive the engine that gave them."""
+    group: SampleGroup | None = None
+    """Set once all answers are scored."""
+    is_sampled: bool = False
+    """All answers are there: what is left is their scoring."""
+    is_dropped: bool = False
+    """Not needed any more: it is not scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """How prompts become scored groups."""
+
+    engine: Engine
+    sampling: SamplingParams
+    group_size: int
+    scorer: Scores
+    decode: Callable[[list[int]], str]
+    seed: int
+    stream: str = "train"
+    """Part of the seeds of samples: two streams draw independently."""
+
+    async def complete(self, work: Work) -> SampleGroup | None:
+        """Sample the answers that are missing and score all; None for work that was dropped meanwhile.
+
+        EngineLostError keeps the answers that were complete: called again, only the others are sampled, each with its
+        own seed.
+        """
+        if not work.is_dropped:
+            await self._answer(work)
+        if work.is_dropped:
+            return None
+        work.is_sampled = True
+        samples = [
+            _sample(work.prompt, work.group_index, i, work.answers[i], self.decode) for i in range(self.group_size)
+        ]
+        await self.scorer.score([s for s in samples if s.status is not Status.FAILED])
+        work.group = SampleGroup(prompt=work.prompt, group_index=work.group_index, samples=samples)
+        return work.group
+
+    def drop(self, work: Work) -> None:
+        """End the generation of a group that is not needed."""
+        work.is_dropped = True
+        self.engine.abort(self._id(work))
+
+    async def _answer(self, work: Work) -> None:
+        missing = [i for i in range(self.group_size) if i not in work.answers]
+        if not missing:
+            return
+        request = GenerateRequest(
+            id=self._id(work),
+            tokens=work.prompt.tokens,
+            sampling=self.sampling,
+            n=len(missing),
+            seeds=tuple(sample_seed(self.seed, self.stream, work.group_index, i) for i in missing),
+        )
+        try:
+            completions = await self.engine.generate(request)
+        except EngineLostError as lost:
+            work.answers |= {missing[place]: completion for place, completion in lost.finished.items()}
+            raise
+        work.answers |= dict(zip(missing, completions, strict=True))
+
+    def _id(self, work: Work) -> str:
+        return f"{self.stream}/{work.group_index}"
 
 
 async def collect(
@@ -37,21 +112,22 @@ async def collect(
     """Sample and score `group_size` answers to each (group index, prompt); groups come back in the order given.
 
     Everything is in flight at once: the engine batches what it can, and a group is scored while others are still
-    generated. `on_group` is called as each is done. The first error cancels the rest.
+    generated. `on_group` is called as each is done. The first error cancels the rest. One rank by itself: what all do
+    together, with filters and engines that die, is `lightrl.rollout.ranks.Collection`.
     """
+    sampler = Sampler(
+        engine=engine,
+        sampling=sampling,
+        group_size=group_size,
+        scorer=scorer,
+        decode=decode,
+        seed=seed,
+        stream=stream,
+    )
 
     async def one(group_index: int, prompt: Prompt) -> SampleGroup:
-        request = GenerateRequest(
-            id=f"{stream}/{group_index}",
-            tokens=prompt.tokens,
-            sampling=sampling,
-            n=group_size,
-            seeds=tuple(sample_seed(seed, stream, group_index, i) for i in range(group_size)),
-        )
-        completions = await engine.generate(request)
-        samples = [_sample(prompt, group_index, i, c, decode) for i, c in enumerate(completions)]
-        await scorer.score([s for s in samples if s.status is not Status.FAILED])
-        group = SampleGroup(prompt=prompt, group_index=group_index, samples=samples)
+        group = await sampler.complete(Work(group_index=group_index, prompt=prompt))
+        assert group is not None
         if on_group is not None:
             on_group(group)
         return group

@@ -14,7 +14,9 @@ from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.metrics import Tally, eval_metrics
 from lightrl.rewards import Scorer, check_labels
-from lightrl.rollout.collect import collect, run_async
+from lightrl.rollout.collect import Sampler
+from lightrl.rollout.ranks import Collection
+from lightrl.rollout.selection import Selection
 
 
 @dataclass(kw_only=True)
@@ -84,30 +86,37 @@ def evaluate(
     step: int,
     console: Console,
     writer: SampleWriter | None,
+    renew: Callable[[], None],
     ranks_per_engine: int = 1,
+    on_restart: Callable[[int], None] = lambda count: None,
 ) -> dict[str, float]:
     """Metrics of all sets, equal on every rank. Prompts are dealt out over ranks; the weights are in the engine.
 
+    `renew` gives them to an engine that died and was started anew (`on_restart`): only lost answers are sampled again.
     The same seed draws the same samples at every step, so curves are not shaken by luck of the draw.
     """
     metrics: dict[str, float] = {}
     for eval_set in sets:
         spec = eval_set.config
-        prompts = deal(world, list(enumerate(eval_set.prompts)), ranks_per_engine)
-        with console.progress(f"evaluating {spec.name}", total=len(prompts) * spec.samples_per_prompt) as bar:
-            groups = run_async(
-                collect(
-                    engine,
-                    prompts,
+        prompts = list(eval_set.prompts)
+        total = len(deal(world, prompts, ranks_per_engine)) * spec.samples_per_prompt
+        with console.progress(f"evaluating {spec.name}", total=total) as bar:
+            groups = Collection(
+                sampler=Sampler(
+                    engine=engine,
                     sampling=eval_set.sampling,
                     group_size=spec.samples_per_prompt,
                     scorer=eval_set.scorer,
                     decode=decode,
                     seed=seed,
                     stream=f"eval/{spec.name}",
-                    on_group=lambda group: bar.advance(len(group.samples)),
-                )
-            )
+                ),
+                selection=Selection(prompts, start=0, wanted=len(prompts)),
+                world=world,
+                ranks_per_engine=ranks_per_engine,
+                on_group=lambda group: bar.advance(len(group.samples)),
+                on_restart=on_restart,
+            ).run(renew)
         eval_set.scorer.check_failures(world.gather(eval_set.scorer.take_stats()))
         if writer is not None:
             writer.write(step, [s for g in groups for s in g.samples], eval_name=spec.name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,10 @@ from lightrl.observe.metrics import Tally, rollout_metrics
 from lightrl.observe.timing import StageTimer
 from lightrl.observe.trackers import Trackers, make_trackers
 from lightrl.rewards import Scorer, check_labels
-from lightrl.rollout.collect import apply_truncation, collect, run_async
+from lightrl.rollout.collect import Sampler, apply_truncation
+from lightrl.rollout.filters import load_filter
+from lightrl.rollout.ranks import Collection
+from lightrl.rollout.selection import Selection
 from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training import setup
 from lightrl.training.advantage import penalize_with_kl, set_advantages, whiten_advantages
@@ -85,6 +88,7 @@ class Trainer:
         setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
         self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         self.scorer = Scorer(config.reward, custom=reward)
+        self.filter = load_filter(config.rollout.filter)
         if reward is None:
             check_labels(self.prompts, config.reward)
         self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer)
@@ -125,8 +129,11 @@ class Trainer:
 
     # ---- one step ----
 
-    def step(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """One step on these prompts (all ranks get the same): collect, then update. Returns the step's metrics."""
+    def step(self, prompts: Sequence[Prompt], source: PromptSource | None = None) -> dict[str, float]:
+        """One step on these prompts (all ranks get the same): collect, then update. Returns the step's metrics.
+
+        `source`: where they came from, if `rollout.filter` may draw more of them and give back what it does not need.
+        """
         if self._torn:
             raise UserError(
                 "a step was interrupted in its updates: make a new Trainer, which resumes from a checkpoint"
@@ -135,8 +142,11 @@ class Trainer:
         timer = StageTimer()
         with timer("sync"):
             sync_weights(self.policy, self.engine, self.policy_version, self.state)
+        selection = self.selection(prompts, source)
         with timer("generate"):
-            groups = self.collect(prompts)
+            groups = self.collect(prompts, selection)
+        if source is not None:
+            source.give_back(selection.num_unused)
         with timer("sync"):
             release_engine(self.policy, self.engine, self.state)
         with timer("train"):
@@ -164,36 +174,74 @@ class Trainer:
                 tally.add("optim/skipped_updates", float(not result.stepped) / self.world.size, kind="sum")
         self.policy_version += 1
         self.steps_done += 1
-        self.groups_done += len(prompts)
+        self.groups_done += selection.num_drawn - selection.num_unused
         advance(self.schedule, self.steps_done * algorithm.minibatches_per_step)
         self._torn = False
         tally.merge([rollout_metrics(groups, self.sampling.max_new_tokens)])
+        for name, value in selection.metrics().items() if self.filter is not None else ():
+            tally.add(name, value, kind="max")  # known to all ranks
         if self.writer is not None:
             self.writer.write(self.steps_done, [s for g in groups for s in g.samples])
         self.console.samples(self.steps_done, [s for g in groups for s in g.samples[:1]])
         return self._metrics(tally, timer.metrics(), num_updates=len(batch))
 
-    def collect(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
-        """This rank's share of the prompts, sampled and scored. The weights are in the engine."""
-        numbered = list(enumerate(prompts, start=self.groups_done))
-        mine = deal(self.world, numbered, self.config.engine.tensor_parallel)
-        group_size = self.config.rollout.group_size
-        with self.console.progress("generating", total=len(mine) * group_size) as bar:
-            groups = run_async(
-                collect(
-                    self.engine,
-                    mine,
+    def selection(self, prompts: Sequence[Prompt], source: PromptSource | None = None) -> Selection:
+        """Which groups will be trained on: all, or with `rollout.filter` those that pass, of these and of `source`."""
+        rollout = self.config.rollout
+        return Selection(
+            prompts,
+            start=self.groups_done,
+            wanted=len(prompts) if self.filter is None else rollout.prompts_per_step,
+            more=None if source is None else partial(source.next, rollout.prompts_per_draw),
+            max_draws=rollout.max_draws,
+        )
+
+    def collect(self, prompts: Sequence[Prompt], selection: Selection | None = None) -> list[SampleGroup]:
+        """This rank's share of the groups, sampled, scored and selected. The weights are in the engine."""
+        rollout, selection = self.config.rollout, selection or self.selection(prompts)
+        mine = deal(self.world, prompts, self.config.engine.tensor_parallel)
+        total = len(mine) * rollout.group_size if self.filter is None else None
+        with self.console.progress("generating", total=total) as bar:
+            groups = Collection(
+                sampler=Sampler(
+                    engine=self.engine,
                     sampling=self.sampling,
-                    group_size=group_size,
+                    group_size=rollout.group_size,
                     scorer=self.scorer,
                     decode=self.decode,
                     seed=self.config.run.seed,
-                    on_group=lambda group: bar.advance(len(group.samples)),
-                )
-            )
+                ),
+                selection=selection,
+                world=self.world,
+                ranks_per_engine=self.config.engine.tensor_parallel,
+                judge=self.filter,
+                prepare=lambda group: apply_truncation([group], rollout.truncated),
+                draw_early=self.config.engine.kind != "transformers",  # the embedded engine repeats to the last bit
+                on_group=lambda group: bar.advance(len(group.samples)),
+                on_restart=self._tell_restart,
+            ).run(self._renew_engine)
         self.scorer.check_failures(self.world.gather(self.scorer.take_stats()))
-        apply_truncation(groups, self.config.rollout.truncated)
+        self._check_selection(selection)
         return groups
+
+    def _check_selection(self, selection: Selection) -> None:
+        """Too few groups that pass are worth a warning; none at all ends the run."""
+        if len(selection.kept) == selection.wanted:
+            return
+        text = (
+            f"rollout.filter: {len(selection.kept)} of {selection.num_drawn} prompts in {selection.num_draws} draws "
+            f"passed, {selection.wanted} are wanted"
+        )
+        if not selection.kept:
+            raise UserError(f"{text}: nothing to train on; look at the samples' rewards, or raise rollout.max_draws")
+        self.console.warning(f"step {self.steps_done + 1}: {text}; raise rollout.max_draws or oversample_prompts")
+
+    def _renew_engine(self) -> None:
+        sync_weights(self.policy, self.engine, self.policy_version)
+
+    def _tell_restart(self, count: int) -> None:
+        engines = "an engine" if count == 1 else f"{count} engines"
+        self.console.warning(f"{engines} died and is started anew; answers that were lost are sampled again")
 
     def pack(self, groups: Sequence[SampleGroup]) -> list[list[Microbatch]]:
         """This rank's microbatches of every update of the step."""
@@ -263,8 +311,8 @@ class Trainer:
             if self.steps_done == 0 and config.eval.every and config.eval.at_start:
                 trackers.log(0, self.evaluate())
             while self.steps_done < config.run.steps:
-                with self.source.dealt(config.rollout.prompts_per_step) as prompts:
-                    metrics = self.step(prompts)
+                with self.source.dealt(config.rollout.prompts_per_draw) as prompts:
+                    metrics = self.step(prompts, self.source)
                 step, last = self.steps_done, self.steps_done == config.run.steps
                 self.console.step(step, config.run.steps, metrics)
                 if config.eval.every and (step % config.eval.every == 0 or last):
@@ -292,6 +340,8 @@ class Trainer:
                 console=self.console,
                 writer=self.writer,
                 ranks_per_engine=self.config.engine.tensor_parallel,
+                renew=self._renew_engine,
+                on_restart=self._tell_restart,
             )
             release_engine(self.policy, self.engine, self.state)
         self.console.evaluation(self.steps_done, metrics)

@@ -1,0 +1,110 @@
+"""Which of the groups that are drawn make up a step. Bookkeeping alone, and the same on every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightrl.types import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of one group."""
+
+    keep: bool
+    reason: str = ""
+    """Why it was not kept; names a metric."""
+    reward_sum: float = 0.0
+    num_scored: int = 0
+
+
+class Selection:
+    """The first `wanted` groups that pass, by their number, whichever are done first.
+
+    So neither the number of ranks nor the speed of an answer decides what is trained on, and prompts are used up in
+    their order: those behind the last group that was needed were not looked at, and can be dealt again. `more` deals
+    the prompts of a further draw when those so far have too few that pass; at most `max_draws` are made, the `first`
+    counted.
+
+    >>> a, b, c = (Prompt(index=i, tokens=[1], text="") for i in range(3))
+    >>> selection = Selection([a, b, c], start=10, wanted=1)
+    >>> [number for number, _ in selection.draw()]
+    [10, 11, 12]
+    >>> selection.note({11: Verdict(keep=True)}); selection.end  # 10 may pass yet
+    >>> selection.note({10: Verdict(keep=False, reason="zero_std")}); selection.end, selection.kept
+    (2, [11])
+    """
+
+    def __init__(
+        self,
+        first: Sequence[Prompt],
+        *,
+        start: int,
+        wanted: int,
+        more: Callable[[], Sequence[Prompt]] | None = None,
+        max_draws: int = 1,
+    ) -> None:
+        self.wanted = wanted
+        self.num_draws = 0
+        self.num_drawn = 0
+        self.kept: list[int] = []
+        """Numbers of the groups to train on, so far."""
+        self._first = first
+        self._start = start
+        self._more = more
+        self._max_draws = 1 if more is None else max_draws
+        self._verdicts: dict[int, Verdict] = {}
+        self._seen = 0  # groups from the first on whose verdicts are known and count
+
+    @property
+    def end(self) -> int | None:
+        """How many groups, from the first on, were looked at; None while more verdicts or draws are needed."""
+        full = len(self.kept) == self.wanted
+        exhausted = self._seen == self.num_drawn and self.num_draws >= self._max_draws
+        return self._seen if full or exhausted else None
+
+    @property
+    def num_unused(self) -> int:
+        """Groups that were drawn and, so far, not looked at."""
+        return self.num_drawn - self._seen
+
+    @property
+    def needs_draw(self) -> bool:
+        """Whether too few can pass, whatever becomes of those that are under way."""
+        passing = sum(v.keep for v in self._verdicts.values())
+        possible = passing + self.num_drawn - len(self._verdicts)
+        return possible < self.wanted and self.num_draws < self._max_draws
+
+    def draw(self) -> list[tuple[int, Prompt]]:
+        """Numbered prompts of the next draw."""
+        assert self.num_draws == 0 or self._more is not None
+        prompts = self._more() if self._more is not None and self.num_draws else self._first
+        numbered = list(enumerate(prompts, start=self._start + self.num_drawn))
+        self.num_draws += 1
+        self.num_drawn += len(numbered)
+        return numbered
+
+    def note(self, verdicts: Mapping[int, Verdict]) -> None:
+        """Take in verdicts by group number, in any order."""
+        self._verdicts.update(verdicts)
+        while len(self.kept) < self.wanted and (verdict := self._verdicts.get(self._start + self._seen)) is not None:
+            if verdict.keep:
+                self.kept.append(self._start + self._seen)
+            self._seen += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Counts of the groups looked at, `filter/…`; names and meanings are in docs/metrics.md."""
+        looked_at = [self._verdicts[self._start + i] for i in range(self._seen)]
+        dropped = Counter(v.reason for v in looked_at if not v.keep)
+        counts: dict[str, float] = {
+            "filter/drawn": self._seen,
+            "filter/kept": len(self.kept),
+            "filter/returned": self.num_unused,
+            "filter/draws": self.num_draws,
+        }
+        counts.update({f"filter/dropped_{reason}": count for reason, count in sorted(dropped.items())})
+        if scored := sum(v.num_scored for v in looked_at):
+            counts["filter/reward_mean"] = sum(v.reward_sum for v in looked_at) / scored
+        return counts
