@@ -197,10 +197,11 @@ def _train(config: Config) -> None:
 
     trainer = Trainer(config)
     try:
-        trainer.train()
+        metrics = trainer.train()
     finally:
         trainer.close()
     close_world()  # after success only: with a rank lost, leaving the group could wait for it
+    _check_gates(config, metrics)
 
 
 def _evaluate(config: Config, checkpoint: Path | None) -> None:
@@ -220,10 +221,20 @@ def _evaluate(config: Config, checkpoint: Path | None) -> None:
         if state is not None:
             trainer.load_checkpoint(state, weights_only=True)
         trainer.console.notice(f"evaluating {what}{where}")
-        trainer.evaluate()
+        metrics = trainer.evaluate()
     finally:
         trainer.close()
     close_world()
+    _check_gates(config, metrics)
+
+
+def _check_gates(config: Config, metrics: dict[str, float]) -> None:
+    """Exit status 1 when the last evaluation is below the `gate` of a set."""
+    if missed := config.eval.missed_gates(metrics):
+        if _speaks():
+            for line in missed:
+                print(f"gate missed: {line}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _is_model(folder: Path) -> bool:

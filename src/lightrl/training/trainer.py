@@ -237,7 +237,7 @@ class Trainer:
         self.console.warning(f"step {self.steps_done + 1}: {text}; raise rollout.max_draws or oversample_prompts")
 
     def _renew_engine(self) -> None:
-        sync_weights(self.policy, self.engine, self.policy_version)
+        sync_weights(self.policy, self.engine, self.policy_version, self.state)
 
     def _tell_restart(self, count: int) -> None:
         engines = "an engine" if count == 1 else f"{count} engines"
