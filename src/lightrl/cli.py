@@ -185,10 +185,16 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _load(paths: Sequence[str], overrides: Sequence[str], *, evaluate: bool = False) -> Config:
     """The config of a command that runs something, checked as far as can be without torch."""
+    from lightrl import hooks
     from lightrl.config.load import load_for_run
-    from lightrl.rewards.registry import fault
+    from lightrl.rewards import registry
 
-    return load_for_run(paths, overrides, evaluate=evaluate, code_fault=fault)
+    def code_fault(key: str, name: str) -> str | None:
+        if key == "filter":  # its other names are known to the config itself
+            return hooks.fault(name) if ":" in name else None
+        return registry.fault(name)
+
+    return load_for_run(paths, overrides, evaluate=evaluate, code_fault=code_fault)
 
 
 def _train(config: Config) -> None:

@@ -366,7 +366,12 @@ def test_code_that_is_not_there_is_told_without_torch() -> None:
         ["error: --reward.type: no module 'mine.py' in " + str(Path.cwd()) + " or among the installed packages: run "
          "from its folder, or install it"],
     )  # fmt: skip
-    assert quick("config check run.toml --reward.type mine:rewards --eval.sets [] --run.resume true") == ([0], [])
+    good = "config check run.toml --reward.type mine:rewards --eval.sets [] --run.resume true"
+    assert quick(good, f"{good} --rollout.filter mine:rewards", f"{good} --rollout.filter nonzero_std") == ([0] * 3, [])
+    assert quick(f"{good} --rollout.filter mine:filter") == (
+        [2],
+        ["error: --rollout.filter: mine has no 'filter' (it has rewards, torch)"],
+    )
 
 
 def test_module_runs_as_a_script() -> None:

@@ -49,10 +49,10 @@ def load_for_run(
     overrides: Sequence[str],
     *,
     evaluate: bool = False,
-    code_fault: Callable[[str], str | None] = lambda _: None,
+    code_fault: Callable[[str, str], str | None] = lambda _key, _name: None,
 ) -> Config:
     """`load_config`, and what can be told before torch is imported: required keys are set, local files exist, and the
-    run may have its folder. `code_fault` says of each rule and function that is named why there is none, or None.
+    run may have its folder. `code_fault(key, name)` says of each rule and function named why there is none, or None.
 
     With `evaluate`, there also has to be a set to evaluate.
     """
@@ -64,7 +64,7 @@ def load_for_run(
             _add(sources, "eval.sets", "nothing to evaluate; add an [[eval.sets]] table with a name and a path")
         _check_files(config, sources)
         for path, name in code_in(config):
-            if (fault := code_fault(name)) is not None:
+            if (fault := code_fault(str(path[-1]), name)) is not None:
                 _add(sources, path, fault)
         if not evaluate and not config.run.resume and holds_run(config.run.dir):
             _add(sources, "run.dir", used_dir_fault(config.run.dir))

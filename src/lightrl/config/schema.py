@@ -143,7 +143,7 @@ class RolloutConfig:
     truncated: Literal["keep", "mask", "zero_reward"] = "keep"
     """Responses cut by length: train on them as scored, leave them out of the loss (they stay in the baseline), or
     give them 0 at most."""
-    filter: str = "none"
+    filter: Code = "none"
     """Which groups are trained on: `none` takes all, `nonzero_std` those whose rewards differ,
     `package.module:function` those it returns true, or (true, reason), for. Prompts are drawn until
     `prompts_per_step` groups pass."""
