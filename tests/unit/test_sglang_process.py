@@ -208,7 +208,7 @@ def test_ends_that_sglang_cannot_see() -> None:
 
     def end(tokens: list[int], **sampling: Any) -> int | None:
         params = SamplingParams(max_new_tokens=9, **sampling)
-        return sglang._Stops(params, lambda ids: "".join(words[i] for i in ids)).end(tokens)
+        return sglang.Stops(params, lambda ids: "".join(words[i] for i in ids)).end(tokens)
 
     assert end([1, 2, 3, 4], stop=("bc",)) == 3  # kept whole: "d" was sampled with "c"
     assert end([1, 2, 4, 3], stop=("bc",)) is None

@@ -168,68 +168,25 @@ class SGLangEngine:
             self._count += 1
             rid = f"{request.id}#{number}#{self._count}"
             sampling = request.sampling
-            stops = _Stops(sampling, self._model.decode) if _needs_watching(sampling) else None
+            stops = Stops(sampling, self._model.decode) if needs_watching(sampling) else None
             future: Future[Any] = host.submit(
                 "generate",
                 on_partial=None if stops is None else lambda out: self._look(host, rid, stops, out),
                 rid=rid,
                 tokens=request.tokens,
-                sampling=self._sampling(request, number),
+                sampling=sampling_parameters(self._model, request, number),
                 truncated=sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0),
                 watch=stops is not None,
             )
             self._rids[request.id].add(rid)
             output = await asyncio.wrap_future(future)
             self._rids[request.id].discard(rid)
-            return self._completion(output, stops, request)
+            return completion_of(self._model, request, output, stops, self.policy_version)
 
-    def _look(self, host: HostProcess, rid: str, stops: _Stops, output: dict[str, Any]) -> None:
+    def _look(self, host: HostProcess, rid: str, stops: Stops, output: dict[str, Any]) -> None:
         if not stops.found and stops.end(output["tokens"]) is not None:
             stops.found = True
             host.submit("abort", rids=[rid])
-
-    def _sampling(self, request: GenerateRequest, number: int) -> dict[str, Any]:
-        """SGLang's sampling parameters.
-
-        EOS ids are given as stop ids: without a tokenizer it knows only some. Nucleus sampling gets a top_k that cuts
-        nothing: without one SGLang does not say what the kept tokens sum up to.
-        """
-        sampling = request.sampling
-        room = self._model.context_length - len(request.tokens)
-        parameters: dict[str, Any] = {
-            "max_new_tokens": min(sampling.max_new_tokens, room),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or (self._model.vocab_size if sampling.top_p < 1 else -1),
-            "ignore_eos": sampling.ignore_eos,
-            "stop_token_ids": self._stop_ids(sampling),
-        }
-        if _needs_watching(sampling):
-            parameters["stream_interval"] = _WATCH_EVERY
-        if request.seeds is not None:
-            parameters["sampling_seed"] = request.seeds[number] % 2**31
-        return parameters
-
-    def _stop_ids(self, sampling: SamplingParams) -> list[int]:
-        """Ids at which SGLang itself ends an answer."""
-        return [] if sampling.ignore_eos else sorted({*self._model.eos_token_ids, *sampling.stop_token_ids})
-
-    def _completion(self, output: dict[str, Any], stops: _Stops | None, request: GenerateRequest) -> Completion:
-        request_id = request.id
-        if output["matched"] == "NaN happened":
-            raise RuntimeError(f"the model gave logits that are not finite, for request {request_id!r}")
-        tokens, logprobs = output["tokens"], output["logprobs"]
-        status = _STATUS.get(output["reason"])
-        if status is None:
-            raise RuntimeError(f"request {request_id!r} ended for an unknown reason: {output['reason']}")
-        if stops is not None and (end := stops.end(tokens)) is not None:
-            tokens, logprobs, status = tokens[:end], logprobs[:end], Status.COMPLETED
-        if status is Status.TRUNCATED and tokens[-1] in self._stop_ids(request.sampling):
-            status = Status.COMPLETED  # SGLang looks at the length first, and not at what the last token is
-        if len(logprobs) != len(tokens):
-            raise RuntimeError(f"request {request_id!r}: {len(logprobs)} log-probs for {len(tokens)} tokens")
-        version = int(output["version"]) if str(output["version"]).isdigit() else self.policy_version
-        return Completion(tokens=tokens, logprobs=logprobs, status=status, policy_versions=[version] if tokens else [])
 
     def _slot(self) -> asyncio.Semaphore:
         """Bounds what is under way: beyond what SGLang runs at once, some to choose from."""
@@ -378,7 +335,7 @@ class SGLangEngine:
         return payloads
 
 
-class _Stops:
+class Stops:
     """Ends of an answer that SGLang cannot see: strings (it has no tokenizer here), and ids while it ignores EOS."""
 
     def __init__(self, sampling: SamplingParams, decode: Callable[[list[int]], str]) -> None:
@@ -404,8 +361,57 @@ class _Stops:
         return low
 
 
-def _needs_watching(sampling: SamplingParams) -> bool:
+def needs_watching(sampling: SamplingParams) -> bool:
     return bool(sampling.stop) or (sampling.ignore_eos and bool(sampling.stop_token_ids))
+
+
+def sampling_parameters(model: Model, request: GenerateRequest, number: int) -> dict[str, Any]:
+    """SGLang's sampling parameters.
+
+    EOS ids are given as stop ids: without a tokenizer it knows only some. Nucleus sampling gets a top_k that cuts
+    nothing: without one SGLang does not say what the kept tokens sum up to.
+    """
+    sampling = request.sampling
+    room = model.context_length - len(request.tokens)
+    parameters: dict[str, Any] = {
+        "max_new_tokens": min(sampling.max_new_tokens, room),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or (model.vocab_size if sampling.top_p < 1 else -1),
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": _stop_ids(model, sampling),
+    }
+    if needs_watching(sampling):
+        parameters["stream_interval"] = _WATCH_EVERY
+    if request.seeds is not None:
+        parameters["sampling_seed"] = request.seeds[number] % 2**31
+    return parameters
+
+
+def _stop_ids(model: Model, sampling: SamplingParams) -> list[int]:
+    """Ids at which SGLang itself ends an answer."""
+    return [] if sampling.ignore_eos else sorted({*model.eos_token_ids, *sampling.stop_token_ids})
+
+
+def completion_of(
+    model: Model, request: GenerateRequest, output: dict[str, Any], stops: Stops | None, policy_version: int
+) -> Completion:
+    """SGLang's answer, cut where `stops` finds an end. RuntimeError for one that cannot be trusted."""
+    request_id = request.id
+    if output["matched"] == "NaN happened":
+        raise RuntimeError(f"the model gave logits that are not finite, for request {request_id!r}")
+    tokens, logprobs = output["tokens"], output["logprobs"]
+    status = _STATUS.get(output["reason"])
+    if status is None:
+        raise RuntimeError(f"request {request_id!r} ended for an unknown reason: {output['reason']}")
+    if stops is not None and (end := stops.end(tokens)) is not None:
+        tokens, logprobs, status = tokens[:end], logprobs[:end], Status.COMPLETED
+    if status is Status.TRUNCATED and tokens[-1] in _stop_ids(model, request.sampling):
+        status = Status.COMPLETED  # SGLang looks at the length first, and not at what the last token is
+    if len(logprobs) != len(tokens):
+        raise RuntimeError(f"request {request_id!r}: {len(logprobs)} log-probs for {len(tokens)} tokens")
+    version = int(output["version"]) if str(output["version"]).isdigit() else policy_version
+    return Completion(tokens=tokens, logprobs=logprobs, status=status, policy_versions=[version] if tokens else [])
 
 
 def check_platform(environment: Any) -> None:
