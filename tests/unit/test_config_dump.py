@@ -98,8 +98,12 @@ FULL = Config(
         tensor_parallel=2,
         memory_fraction=0.25,
         args={"attention_backend": "triton", "nested": {"a": [1, 2.5, True]}},
+        api_key_env="KEY",
+        request_timeout=9.5,
     ),
-    sync=SyncConfig(bucket_mib=64, verify_every=3),
+    sync=SyncConfig(
+        transport="disk", folder="w", address="node1", port=29600, timeout=8.5, bucket_mib=64, verify_every=3
+    ),
     algorithm=AlgorithmConfig(
         advantage="grpo",
         normalize_std=False,
@@ -183,10 +187,14 @@ def test_dump_reloads() -> None:
     for name, cls in sections().items():
         for field in dataclasses.fields(cls):
             key = f"{name}.{field.name}"
-            if key not in ("engine.kind", "algorithm.advantage"):  # have one value only
+            if key not in ("engine.kind", "engine.urls", "algorithm.advantage"):  # have one value only
                 # Each field differs from its default, so that a field lost on the way shows.
                 assert getattr(getattr(FULL, name), field.name) != getattr(cls(), field.name), key
     assert reload(FULL) == FULL
+    servers = dataclasses.replace(
+        FULL, engine=EngineConfig(kind="sglang_server", urls=["http://a:1", "http://[::1]:2"])
+    )
+    assert reload(servers) == servers
 
 
 def test_dump_of_random_text_and_numbers() -> None:

@@ -39,19 +39,20 @@ RULES = {
     "models": "torch transformers safetensors huggingface_hub numpy lightrl.errors lightrl.wrappers lightrl.kernels | "
     "fla flash_attn liger_kernel filelock gguf tokenizers lightrl.data.tasks lightrl.types",
     "distributed": f"torch {SECTION} lightrl.wrappers |",
-    "sync": f"torch {SECTION} lightrl.engine.base lightrl.distributed |",
+    "sync": f"torch safetensors {SECTION} lightrl.engine.base lightrl.distributed |",
     "observe": f"torch rich {SECTION} | matplotlib wandb",
     "data": f"numpy {SECTION} lightrl.hooks | datasets pyarrow transformers",
     "rewards": f"{SECTION} lightrl.hooks | math_verify torch",
     "engine": f"torch transformers {SECTION} lightrl.kernels |",
     "engine.sglang": f"torch {SECTION} lightrl.engine lightrl.sync |",
+    "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_host": "lightrl.engine.sglang_frames | sglang",
     "engine.sglang_receiver": "torch lightrl.sync |",
     "rollout": f"torch {SECTION} lightrl.engine.base lightrl.distributed lightrl.rewards lightrl.data lightrl.hooks |",
     "training": f"torch transformers safetensors numpy {LIBRARY} | lightrl.engine filelock",
 }
-# torchrun's variables; SGLang's; which process prints an error (before torch is there); OMP_WAIT_POLICY.
-MAY_READ_ENVIRONMENT = {"distributed/mesh.py", "engine/sglang.py", "cli.py", "doctor.py"}
+# torchrun's variables; SGLang's; its servers' key; who prints an error before torch is there; OMP_WAIT_POLICY.
+MAY_READ_ENVIRONMENT = {"distributed/mesh.py", "engine/sglang.py", "engine/sglang_server.py", "cli.py", "doctor.py"}
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 

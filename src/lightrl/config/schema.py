@@ -163,9 +163,9 @@ class RolloutConfig:
 class EngineConfig:
     """What generates."""
 
-    kind: Literal["transformers", "sglang"] = "transformers"
+    kind: Literal["transformers", "sglang", "sglang_server"] = "transformers"
     """`transformers`: the embedded engine, on CPU or GPU, sharing the policy's weights. `sglang`: SGLang on the same
-    GPUs, in processes of its own (docs/engines.md)."""
+    GPUs, in processes of its own. `sglang_server`: SGLang servers that you started elsewhere (docs/engines.md)."""
     max_batch: PositiveInt = 64
     """Sequences decoded together, an engine."""
     max_prefill_tokens: PositiveInt = 8192
@@ -176,14 +176,32 @@ class EngineConfig:
     """SGLang: share of the GPU's memory for weights and KV cache while it generates; both are released for training."""
     args: dict[str, Any] = field(default_factory=dict)
     """SGLang: further arguments of its engine, passed as they are; unknown names are refused."""
+    urls: list[str] = field(default_factory=list)
+    """Servers: where they are, such as `["http://node7:30000"]`."""
+    api_key_env: str | None = None
+    """Servers: name of the environment variable that holds their API key."""
+    request_timeout: Seconds = 1800.0
+    """Servers: seconds one answer may take."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class SyncConfig:
     """How new weights reach an engine in a process of its own (SGLang)."""
 
+    transport: Literal["nccl", "disk"] = "nccl"
+    """Servers: broadcast over NCCL (gloo, where the trainer is on CPUs), or safetensors in a shared folder."""
+    folder: str | None = None
+    """Servers: for `disk`, a folder of this run's own that every server sees under the same path; default: `sync` in
+    `run.dir`."""
+    address: str | None = None
+    """Servers: for `nccl`, the first rank's address as the servers reach it; default: what the system says."""
+    port: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    """Servers: for `nccl`, the port it listens on; 0 takes a free one."""
+    timeout: Seconds = 600.0
+    """Servers: seconds that one bucket, or one reading from disk, may take."""
+
     bucket_mib: PositiveInt = 512
-    """Size of each of the two buffers that weights pass through, MiB; they grow to the largest tensor."""
+    """Size of the buffers that weights pass through, or of the files, MiB; they grow to the largest tensor."""
     verify_every: Count = 0
     """Syncs between bit-by-bit comparisons of the engine's weights with the trainer's; 0: only after the first."""
 
@@ -468,6 +486,10 @@ class Config:
         return problems
 
     def _engine_problems(self) -> list[tuple[str, str]]:
+        if self.engine.kind == "sglang_server":
+            return self._server_problems()
+        if self.engine.urls:
+            return [("engine.urls", "they are used by engine.kind = 'sglang_server': set it, or remove them")]
         if self.engine.kind == "sglang":
             if self.run.device == "cpu":
                 return [
@@ -479,6 +501,22 @@ class Config:
         if self.engine.args:
             return [("engine.args", "they are SGLang's: set engine.kind = 'sglang', or remove them")]
         return []
+
+    def _server_problems(self) -> list[tuple[str, str]]:
+        engine, problems = self.engine, []
+        if not engine.urls:
+            problems.append(("engine.urls", "list the servers, such as ['http://node7:30000']"))
+        if len(set(engine.urls)) < len(engine.urls):
+            problems.append(("engine.urls", "a server is listed twice"))
+        for url in engine.urls:
+            if re.fullmatch(r"https?://(\[[\da-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?(/[\w./-]*)?", url) is None:
+                shown = re.sub(r"//.*@", "//…@", url)
+                problems.append(("engine.urls", f"{shown!r} is not of the form http://HOST:PORT (keys: api_key_env)"))
+        if engine.tensor_parallel > 1:
+            problems.append(("engine.tensor_parallel", "servers are split by their own --tp-size: remove it"))
+        if engine.args:
+            problems.append(("engine.args", "servers take their arguments where they are started: remove them"))
+        return problems
 
     def required(self) -> list[tuple[str, str]]:
         """Keys that training cannot do without and that are not set."""

@@ -112,11 +112,13 @@ def build_engine(
 ) -> Engine:
     """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`.
 
-    The training `state` leaves the GPU while the engine starts, where it would not find its share of the memory;
+    The training `state` leaves the GPU while an engine starts on it, where it would not find its share of the memory;
     afterwards the engine's memory is released.
     """
-    if config.kind == "sglang":
+    if config.kind != "transformers":
         assert world is not None, "SGLang's engine needs to know its ranks"
+        if config.kind == "sglang_server":
+            state = None  # it is not on these GPUs
         if state is not None and policy.device.type == "cuda":
             total = torch.cuda.get_device_properties(policy.device).total_memory
             state.make_room(int((config.memory_fraction + _BESIDE) * total))
@@ -154,19 +156,24 @@ def _build_sglang(
     seed: int,
 ) -> Engine:
     from lightrl.engine.sglang import Model, SGLangEngine
+    from lightrl.engine.sglang_server import SGLangServers
 
     text_config = policy.hf_config.get_text_config()
+    model = Model(
+        path=policy.source,
+        layout=policy.stream().layout(),
+        eos_token_ids=load.eos_token_ids(str(policy.source), policy.hf_config, tokenizer),
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+        dtype=policy.compute_dtype,
+        context_length=min(context_length, int(text_config.max_position_embeddings)),
+        vocab_size=int(text_config.vocab_size),
+        trust_remote_code=trust_remote_code,
+    )
+    if config.kind == "sglang_server":
+        folder = run_dir / "sync" if sync.folder is None else Path(sync.folder)
+        return SGLangServers(model, config, sync, device=policy.device, ranks=world, folder=folder)
     return SGLangEngine(
-        Model(
-            path=policy.source,
-            layout=policy.stream().layout(),
-            eos_token_ids=load.eos_token_ids(str(policy.source), policy.hf_config, tokenizer),
-            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-            dtype=policy.compute_dtype,
-            context_length=min(context_length, int(text_config.max_position_embeddings)),
-            vocab_size=int(text_config.vocab_size),
-            trust_remote_code=trust_remote_code,
-        ),
+        model,
         config,
         sync,
         device=policy.device,
