@@ -187,7 +187,7 @@ def whole(policy: Any) -> Iterator[list[tuple[str, Any]]]:
 
 
 def per_tensor(policy: Any, engine: Any) -> None:
-    from lightrl.sync.buckets import ipc_payload
+    from lightrl.sync.shared import ipc_payload
 
     tensors = [pair for group in whole(policy) for pair in group]
     send(engine, ipc_payload(tensors), None)

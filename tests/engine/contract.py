@@ -45,15 +45,21 @@ def reference_logits(model: torch.nn.Module, request: GenerateRequest, completio
     return logits[len(request.tokens) - 1 : -1]
 
 
-def truncated_logprobs(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """[N, V] log-probs after transformers' own processors (-inf outside the kept set)."""
+def truncated_logprobs(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, *, joint: bool = False
+) -> torch.Tensor:
+    """[N, V] log-probs after transformers' own processors (-inf outside the kept set).
+
+    transformers takes `top_p` of what `top_k` left; with `joint`, as in SGLang, both are of the whole distribution.
+    """
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    scores = TemperatureLogitsWarper(temperature)(None, logits) if temperature != 1 else logits
+    scores = tempered = TemperatureLogitsWarper(temperature)(None, logits) if temperature != 1 else logits
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
+        kept = TopPLogitsWarper(top_p)(None, tempered if joint else scores).isfinite()
+        scores = scores.masked_fill(~kept, -torch.inf)
     return scores.log_softmax(-1)
 
 
@@ -103,6 +109,7 @@ def check_sampled_logprobs(
     top_k: int = 0,
     top_p: float = 1.0,
     tolerance: float = 1e-4,
+    joint: bool = False,
 ) -> None:
     """Sampled log-probs are of the tempered, truncated, renormalised distribution (L3)."""
     sampling = SamplingParams(max_new_tokens=12, temperature=temperature, top_k=top_k, top_p=top_p, ignore_eos=True)
@@ -114,13 +121,16 @@ def check_sampled_logprobs(
         assert len({tuple(c.tokens) for c in completions}) > 1
         for completion in completions:
             logits = reference_logits(model, request, completion)
-            logprobs = truncated_logprobs(logits, temperature, top_k, top_p)
+            logprobs = truncated_logprobs(logits, temperature, top_k, top_p, joint=joint)
             expected = logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=tolerance, rtol=0)
 
 
-def check_length_and_eos(engine: Engine, vocab_size: int, eos: int) -> None:
-    """EOS is kept and completes, even as the last allowed token (M2); the length limit invents no EOS (M3)."""
+def check_length_and_eos(engine: Engine, vocab_size: int, eos: int, *, seeded: bool = True) -> None:
+    """EOS is kept and completes, even as the last allowed token (M2); the length limit invents no EOS (M3).
+
+    Not `seeded`: for engines that draw another answer every time; `check_greedy_end` has the last allowed token.
+    """
     sampling = SamplingParams(max_new_tokens=40)
     request = GenerateRequest(id="eos", tokens=prompt(5, vocab_size), sampling=sampling, n=48, seeds=tuple(range(48)))
     (completions,) = run(engine, [request])
@@ -136,6 +146,8 @@ def check_length_and_eos(engine: Engine, vocab_size: int, eos: int) -> None:
             assert eos not in completion.tokens
         assert len(completion.logprobs) == len(completion.tokens)
         assert all(x <= 0 for x in completion.logprobs)
+    if not seeded:
+        return
     # the same draws with room for exactly the EOS, and for one token less
     index = completions.index(max(ended, key=lambda c: len(c.tokens)))
     length = len(completions[index].tokens)
@@ -152,47 +164,108 @@ def check_length_and_eos(engine: Engine, vocab_size: int, eos: int) -> None:
         assert completion.tokens == completions[index].tokens[:limit]
 
 
+def check_greedy_end(engine: Engine, model: torch.nn.Module, vocab_size: int, eos: int) -> None:
+    """The likeliest token is EOS: it ends the answer, as the last allowed token too, and is no end when ignored."""
+    tokens = _prompt_that_ends(model, vocab_size, eos)
+    for name, limit, ignore, length, status in (
+        ("room", 9, False, 2, Status.COMPLETED),
+        ("last", 2, False, 2, Status.COMPLETED),
+        ("short", 1, False, 1, Status.TRUNCATED),
+        ("ignored", 5, True, 5, Status.TRUNCATED),
+    ):
+        sampling = SamplingParams(max_new_tokens=limit, temperature=0.0, ignore_eos=ignore)
+        ((completion,),) = run(engine, [GenerateRequest(id=name, tokens=tokens, sampling=sampling)])
+        assert (completion.status, len(completion.tokens)) == (status, length)
+        assert len(completion.logprobs) == length
+        assert [token == eos for token in completion.tokens[:2]] == [False, True][:length]
+
+
+def _prompt_that_ends(model: torch.nn.Module, vocab_size: int, eos: int) -> list[int]:
+    """A prompt whose greedy answer is one token and then EOS, by a margin that rounding does not reach.
+
+    The model's head must not be its embedding: the row of EOS, which is the padding token too, starts as zeros there.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, vocab_size, (1024, 5), generator=generator).to(next(model.parameters()).device)
+    with torch.no_grad():
+        first = model(input_ids=ids, use_cache=False).logits[:, -1].float()
+        second = model(input_ids=torch.cat([ids, first.argmax(-1)[:, None]], 1), use_cache=False).logits[:, -1].float()
+    best = second.topk(2).values
+    margins = torch.minimum(first.max(-1).values - first[:, eos], best[:, 0] - best[:, 1])
+    margins[(second.argmax(-1) != eos) | (first.argmax(-1) == eos)] = 0
+    assert margins.max() > 0.1, "no prompt ends"
+    return ids[margins.argmax()].tolist()
+
+
 def check_stop_ids(engine: Engine, vocab_size: int) -> None:
     """A stop id ends the answer and stays in it, `ignore_eos` or not."""
-    free = SamplingParams(max_new_tokens=20, ignore_eos=True)
-    request = GenerateRequest(id="free", tokens=prompt(9, vocab_size), sampling=free, seeds=(5,))
-    ((reference,),) = run(engine, [request])
-    stop = reference.tokens[7]
-    first = reference.tokens.index(stop)
-    stopped = SamplingParams(max_new_tokens=20, ignore_eos=True, stop_token_ids=(stop,))
-    ((completion,),) = run(engine, [GenerateRequest(id="s", tokens=request.tokens, sampling=stopped, seeds=(5,))])
-    assert completion.tokens == reference.tokens[: first + 1]
-    assert completion.status is Status.COMPLETED
+
+    def greedy(name: str, **sampling: object) -> Completion:
+        params = SamplingParams(max_new_tokens=20, temperature=0.0, **sampling)  # type: ignore[arg-type]
+        return run(engine, [GenerateRequest(id=name, tokens=prompt(9, vocab_size), sampling=params)])[0][0]
+
+    free = greedy("free", ignore_eos=True).tokens
+    first = max(map(free.index, free))  # the token that comes latest for the first time
+    for ignore_eos in (True, False):
+        stopped = greedy("stopped", ignore_eos=ignore_eos, stop_token_ids=(free[first],))
+        assert stopped.tokens == free[: first + 1]
+        assert stopped.status is Status.COMPLETED
 
 
 def check_abort(engine: Engine, vocab_size: int) -> None:
-    """One request, then all: what was sampled returns, others go on."""
+    """One request, then all, then one that has not begun: what was sampled returns, others go on."""
 
     def request(name: str, length: int) -> GenerateRequest:
-        sampling = SamplingParams(max_new_tokens=length, ignore_eos=True)
-        return GenerateRequest(id=name, tokens=prompt(4, vocab_size), sampling=sampling, n=2, seeds=(1, 2))
+        sampling = SamplingParams(max_new_tokens=length, temperature=0.0, ignore_eos=True)
+        return GenerateRequest(id=name, tokens=prompt(4, vocab_size), sampling=sampling, n=2)
 
-    async def scenario() -> tuple[list[Completion], list[Completion], list[Completion]]:
-        first = asyncio.create_task(engine.generate(request("first", 100)))
-        second = asyncio.create_task(engine.generate(request("second", 100)))
-        third = asyncio.create_task(engine.generate(request("third", 8)))
-        for _ in range(5):
-            await asyncio.sleep(0)
+    async def scenario() -> list[list[Completion]]:
+        first = asyncio.create_task(engine.generate(request("first", 390)))
+        second = asyncio.create_task(engine.generate(request("second", 390)))
+        third = await engine.generate(request("third", 8))  # the others have begun
         engine.abort("first")
         engine.abort("no such request")
-        result = await third
+        results = [await first]
+        fourth = await engine.generate(request("fourth", 8))
         engine.abort()
-        return await first, await second, result
+        late = asyncio.create_task(engine.generate(request("late", 390)))
+        await asyncio.sleep(0)
+        engine.abort("late")
+        return [*results, await second, await late, third, fourth]
 
-    first, second, third = asyncio.run(scenario())
-    assert [c.status for c in first + second] == [Status.ABORTED] * 4
-    assert all(0 < len(c.tokens) < 100 for c in first)
-    assert all(len(c.tokens) < 100 and len(c.tokens) == len(c.logprobs) for c in second)
-    assert [len(c.tokens) for c in third] == [8, 8]
-    assert [c.status for c in third] == [Status.TRUNCATED] * 2
-    for a, b in zip(first, second, strict=True):
-        common = min(len(a.tokens), len(b.tokens))
-        assert a.tokens[:common] == b.tokens[:common]
+    first, second, late, third, fourth = asyncio.run(scenario())
+    for completion in first + second + late:
+        assert completion.status is Status.ABORTED
+        assert len(completion.tokens) == len(completion.logprobs) < 390
+    assert all(completion.tokens for completion in first + second)
+    for completion in third + fourth:
+        assert (len(completion.tokens), completion.status) == (8, Status.TRUNCATED)
+    longest = max((c.tokens for c in first + second), key=len)
+    assert all(c.tokens == longest[: len(c.tokens)] for c in first + second + late + third + fourth)
+
+
+def check_new_weights(
+    engine: Engine, model: torch.nn.Module, other: torch.nn.Module, vocab_size: int, tolerance: float = 1e-5
+) -> None:
+    """A step's order of things, twice: memory is released by tag, new weights answer, the old ones' cache is gone (W5).
+
+    `engine` holds `model` as version 7, and does so again in the end.
+    """
+    request = GenerateRequest(
+        id="again", tokens=prompt(90, vocab_size), sampling=SamplingParams(max_new_tokens=4, ignore_eos=True)
+    )
+    run(engine, [request])  # caches the prompt that `check_greedy` asks for
+    for weights, version in ((other, 8), (model, 7)):
+        engine.offload()
+        engine.offload()
+        with pytest.raises(RuntimeError, match=r"onload|load_weights"):
+            run(engine, [request])
+        engine.onload(("weights",))
+        engine.load_weights(((name, p.detach()) for name, p in weights.named_parameters()), version)
+        engine.onload(("kv_cache",))
+        assert engine.policy_version == version
+        check_greedy(engine, weights, vocab_size, lengths=(90,), tolerance=tolerance)
+        assert run(engine, [request])[0][0].policy_versions == [version]
 
 
 def check_bad_requests(engine: Engine, vocab_size: int, context_length: int) -> None:

@@ -60,6 +60,15 @@ def test_length_and_eos(pair: Pair) -> None:
     contract.check_length_and_eos(pair[0], VOCAB, EOS)
 
 
+def test_greedy_end() -> None:
+    model = stock(CONFIGS["qwen3"]())
+    contract.check_greedy_end(make_engine(model), model, VOCAB, EOS)
+
+
+def test_new_weights(llama: torch.nn.Module) -> None:
+    contract.check_new_weights(make_engine(llama), llama, stock(CONFIGS["llama"](), seed=1), VOCAB)
+
+
 def test_stop_ids_abort_and_bad_requests(llama: torch.nn.Module) -> None:
     engine = make_engine(llama)
     contract.check_stop_ids(engine, VOCAB)

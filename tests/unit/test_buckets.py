@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import base64
+import itertools
+import os
+import pickle
+import random
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,9 +19,11 @@ from torch import Tensor, nn
 from lightrl.engine import sglang_receiver as receiver
 from lightrl.sync.buckets import BucketSender, Plan, Slot, plan_buckets
 from lightrl.sync.mailbox import Mailbox, MailboxError
+from lightrl.sync.shared import SharedBuffers, open_shared
 
 HIDDEN, VOCAB, LAYERS = 4, 10, 3
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="buffers on a CPU need Linux")
 
 
 class FusedModel(nn.Module):
@@ -82,19 +88,38 @@ def test_plan_keeps_order_layers_and_alignment() -> None:
     plan = plan_buckets(layout(weights()), limit=1024)
     names = [[slot.name for slot in bucket] for bucket in plan.buckets]
     assert names == [["embed.weight"], *([f"layers.{i}.{k}" for k in "qkvo"] for i in range(3)), ["norm.weight"]]
-    assert plan.buckets[1][1] == Slot("layers.0.k", (4, 4), "bfloat16", 256, 32)
+    assert plan.buckets[1][1] == Slot("layers.0.k", (4, 4), "bfloat16", 256, 0, 16)
     assert plan.capacity == 3 * 256 + 32
     assert plan.num_bytes == 2 * (40 + 12 * 16 + 4)
     assert Plan.from_json(plan.to_json()) == plan
     assert len(plan_buckets(layout(weights()), limit=1 << 20).buckets) == 1
-    # a layer beyond the limit is split; a tensor beyond it is alone
+    # a layer beyond the limit is split
     small = plan_buckets(layout(weights()), limit=300)
     assert [len(bucket) for bucket in small.buckets] == [1, *[2] * 6, 1]
-    alone = plan_buckets([("a", (4,), torch.int8), ("b", (500,), torch.float32), ("c", (2,), torch.int8)], limit=300)
-    assert [[s.name for s in bucket] for bucket in alone.buckets] == [["a"], ["b"], ["c"]]
-    assert alone.capacity == 2000
     with pytest.raises(ValueError, match="no tensors"):
         plan_buckets([], limit=1)
+
+
+def test_a_tensor_beyond_the_limit_is_cut_between_rows() -> None:
+    def parts(shape: tuple[int, ...], dtype: torch.dtype, limit: int) -> list[list[tuple[str, int, int, int]]]:
+        plan = plan_buckets([("a", (4,), torch.int8), ("b", shape, dtype), ("c", (2,), torch.int8)], limit)
+        assert plan.capacity <= limit
+        assert Plan.from_json(plan.to_json()) == plan
+        return [[(s.name, s.offset, s.start, s.count) for s in bucket] for bucket in plan.buckets]
+
+    a, c = ("a", 0, 0, 4), ("c", 0, 0, 2)
+    # 15 rows of 40 bytes in 600; what follows shares the last bucket where it fits
+    assert parts((17, 10), torch.float32, 600) == [[a], [("b", 0, 0, 150)], [("b", 0, 150, 20), ("c", 256, 0, 2)]]
+    # a row that exceeds the limit is cut as well
+    assert parts((2, 200), torch.float32, 600) == [[a], *([("b", 0, i, min(150, 400 - i))] for i in (0, 150, 300)), [c]]
+    # matrices of 6 rows of 4: three fit
+    assert parts((5, 6, 4), torch.float64, 600) == [[a], [("b", 0, 0, 72)], [("b", 0, 72, 48)], [c]]
+    # ... and where none fits, rows of them
+    parted = [[("b", 0, 0, 72)], [("b", 0, 72, 72)], [("b", 0, 144, 16), ("c", 256, 0, 2)]]
+    assert parts((2, 20, 4), torch.float64, 600) == [[a], *parted]
+    assert parts((500,), torch.int16, 900) == [[a], [("b", 0, 0, 450)], [("b", 0, 450, 50), ("c", 256, 0, 2)]]
+    with pytest.raises(ValueError, match=r"b: no element of torch.float64 fits into buckets of 7 bytes"):
+        parts((2,), torch.float64, 7)
 
 
 class Pair:
@@ -103,9 +128,8 @@ class Pair:
     def __init__(self, folder: Path, model: nn.Module, limit: int = 1024) -> None:
         self.model = model
         self.sender = BucketSender(plan_buckets(layout(weights()), limit), CPU, folder / f"mailbox{model.rank}")
-        message = json.dumps({"mailbox": str(self.sender.mailbox.path), "plan": self.sender.plan.to_json()})
         self.sender.mailbox.begin()
-        receiver.open_buffers(model, [(message, b) for b in self.sender.buffers])
+        receiver.open_buffers(model, pickle.loads(base64.b64decode(self.sender.introduction())))
         self.sender.mailbox.wait("drained", len(self.sender.plan.buckets) + 1, timeout=1)
 
     def run(self, loader: Callable[..., None], of: list[tuple[str, Tensor]]) -> dict[str, Any]:
@@ -119,11 +143,13 @@ class Pair:
             assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("limit", [300, 1024, 1 << 20])
+# 2: every element alone; 6: three of a row's four; 24: three rows; 40: the embedding of 80 bytes in two
+@pytest.mark.parametrize("limit", [2, 6, 24, 40, 300, 1024, 1 << 20])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_values_arrive_where_the_models_own_loader_puts_them(tmp_path: Path, rank: int, limit: int) -> None:
     model = FusedModel(rank)
     pair = Pair(tmp_path, model, limit)
+    assert all(buffer.numel() <= limit for buffer in pair.sender.shared.buffers)
     for parameter in (model.embed[:5], *model.qkv, *model.o, model.norm):
         assert bool((parameter == 7).all())  # a rehearsal copies nothing
     for seed in range(3):
@@ -132,6 +158,41 @@ def test_values_arrive_where_the_models_own_loader_puts_them(tmp_path: Path, ran
         report = pair.run(receiver.verify, weights(seed))
         # 5 rows of the embedding, 3 layers of 6 rows and 4 x 2, the norm
         assert report == {"differing": {}, "compared": 5 * 4 + 3 * (6 * 4 + 4 * 2) + 4}
+
+
+def test_blocks_of_a_range_are_those_elements_and_few() -> None:
+    """Against brute force, over parts of all kinds: slices by rows and columns, transposed, expanded."""
+    whole = torch.arange(5 * 6 * 7).view(5, 6, 7)
+    views = [whole, whole[1:4], whole[:, 2:5], whole[:, :, 3:5], whole[::2, 1::3, 1:], whole.transpose(0, 2)[1:6]]
+    views += [whole[2, :, 4], whole[3, 2, 1], whole[1:4, 2:3].expand(3, 5, 7), whole[:0]]
+    chosen = random.Random(0)
+    ranges = [tuple(sorted((chosen.randint(0, 210), chosen.randint(0, 210)))) for _ in range(60)]
+    for view, (start, end) in itertools.product(views, [*ranges, (0, 210), (42, 126), (7, 8), (9, 9)]):
+        target = torch.full(view.shape, -1)
+        copy = receiver.Copy(tuple(view.shape), view.stride(), view.storage_offset(), target)
+        blocks = copy.within(start, end)
+        memory = whole.view(-1)[start:end].clone()  # nothing else may be read
+        for block in blocks:
+            assert bool((block.target == -1).all())  # no element twice
+            block.target.copy_(block.source(memory, start))
+        assert torch.equal(target, torch.where((view >= start) & (view < end), view, -1))
+        assert len(blocks) <= 5
+        if start % 42 == end % 42 == 0:
+            assert len(blocks) <= 1
+
+
+def test_buffers_on_a_cpu_are_shared_without_a_name() -> None:
+    shared = SharedBuffers(2, 100, CPU)
+    payload = pickle.loads(base64.b64decode(shared.payload({"plan": "x"})))
+    message, buffers = open_shared(payload)
+    assert message == {"plan": "x"}
+    shared.buffers[1][7] = 3
+    assert [buffer.tolist() for buffer in buffers] == [[0] * 100, [0] * 7 + [3] + [0] * 92]
+    assert torch.equal(open_shared(payload)[1][1], buffers[1])  # another engine, after the first has died
+    shared.close()
+    with pytest.raises(FileNotFoundError):
+        open_shared(payload)
+    assert buffers[1][7] == 3  # who has them keeps them
 
 
 def test_verification_names_what_differs(tmp_path: Path) -> None:
@@ -187,6 +248,7 @@ def test_other_tensors_than_planned_are_refused(tmp_path: Path) -> None:
         (weights()[::-1], "expected embed.weight in the plan's order, got norm.weight"),
         (weights()[:-1], "nothing came for norm.weight"),
         ([*weights(), ("extra", torch.zeros(1))], "expected nothing more in the plan's order, got extra"),
+        ([("embed.weight", torch.zeros(11, 4)), *weights()[1:]], r"embed.weight: shape \[11, 4\], planned \[10, 4\]"),
     ):
         pair = Pair(tmp_path, FusedModel())
         with pytest.raises(ValueError, match=message):

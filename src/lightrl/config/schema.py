@@ -165,7 +165,8 @@ class EngineConfig:
 
     kind: Literal["transformers", "sglang", "sglang_server"] = "transformers"
     """`transformers`: the embedded engine, on CPU or GPU, sharing the policy's weights. `sglang`: SGLang on the same
-    GPUs, in processes of its own. `sglang_server`: SGLang servers that you started elsewhere (docs/engines.md)."""
+    GPUs, or the CPU, in processes of its own. `sglang_server`: SGLang servers that you started elsewhere
+    (docs/engines.md)."""
     max_batch: PositiveInt = 64
     """Sequences decoded together, an engine."""
     max_prefill_tokens: PositiveInt = 8192
@@ -201,7 +202,8 @@ class SyncConfig:
     """Servers: seconds that one bucket, or one reading from disk, may take."""
 
     bucket_mib: PositiveInt = 512
-    """Size of the buffers that weights pass through, or of the files, MiB; they grow to the largest tensor."""
+    """Size of the buffers that weights pass through, or of the files, MiB. Larger tensors come in
+    parts; for servers it grows to the largest."""
     verify_every: Count = 0
     """Syncs between bit-by-bit comparisons of the engine's weights with the trainer's; 0: only after the first."""
 
@@ -491,10 +493,8 @@ class Config:
         if self.engine.urls:
             return [("engine.urls", "they are used by engine.kind = 'sglang_server': set it, or remove them")]
         if self.engine.kind == "sglang":
-            if self.run.device == "cpu":
-                return [
-                    ("engine.kind", "'sglang' needs a GPU: set run.device = 'auto' or engine.kind = 'transformers'")
-                ]
+            if self.run.device == "cpu" and self.engine.tensor_parallel > 1:
+                return [("engine.tensor_parallel", "engines on a CPU are not split: set it to 1")]
             return []
         if self.engine.tensor_parallel > 1:
             return [("engine.tensor_parallel", "only SGLang splits an engine over ranks: set engine.kind = 'sglang'")]

@@ -29,14 +29,16 @@ from lightrl.engine.base import Completion, GenerateRequest, SamplingParams
 from lightrl.engine.sampling import check_request
 from lightrl.engine.sglang_process import HostProcess
 from lightrl.errors import UserError
-from lightrl.sync.buckets import EMPTY_PAYLOAD, BucketSender, plan_buckets
+from lightrl.sync.buckets import BucketSender, plan_buckets
 from lightrl.sync.mailbox import MailboxError
+from lightrl.sync.shared import EMPTY_PAYLOAD
 from lightrl.types import Status
 
 SUPPORTED = ((0, 5, 17), (0, 5, 23))
 """First and last version of SGLang that this module is written for."""
 _TAGS = ("weights", "kv_cache")
 _WATCH_EVERY = 16  # tokens between looks at an answer whose end SGLang cannot see
+_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 _LOADERS = "lightrl.engine.sglang_receiver."
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
@@ -78,7 +80,7 @@ class SGLangEngine:
         group: Any = None,
         member: int = 0,
     ) -> None:
-        check_platform(os.environ)
+        check_platform(os.environ, device)
         self.policy_version = -1
         self._model, self._config, self._sync = model, config, sync
         self._device, self._group, self._member = device, group, member
@@ -111,15 +113,18 @@ class SGLangEngine:
 
     def _start(self, seed: int, log_dir: Path, memory_fraction: float) -> HostProcess:
         config, model = self._config, self._model
-        index = self._device.index or 0
+        on_cpu = self._device.type == "cpu"
+        # an engine's own among those of this machine: the GPU's number, or where there is none the rank
+        index = (dist.get_rank() if dist.is_initialized() else 0) if on_cpu else self._device.index or 0
         settings = {
             "model_path": str(model.path),
             "dtype": str(model.dtype).removeprefix("torch."),
             "trust_remote_code": model.trust_remote_code,
             "context_length": model.context_length,
             "tensor_parallel": config.tensor_parallel,
-            "gpu": index,
-            "capability": list(torch.cuda.get_device_capability(self._device)),
+            "device": self._device.type,
+            "gpu": 0 if on_cpu else index,
+            "capability": None if on_cpu else list(torch.cuda.get_device_capability(self._device)),
             "seed": (seed + index) % 2**31,
             "memory_fraction": memory_fraction,
             "max_batch": config.max_batch,
@@ -128,8 +133,8 @@ class SGLangEngine:
         }
         host = HostProcess(
             {"settings": settings, "args": config.args},
-            log=log_dir / f"sglang_gpu{index}.log",
-            environment=child_environment(os.environ),
+            log=log_dir / f"sglang_{'cpu' if on_cpu else 'gpu'}{index}.log",
+            environment=child_environment(os.environ) | (_CPU_ENVIRONMENT if on_cpu else {}),
             hint=f"lower engine.memory_fraction (now {config.memory_fraction}) or engine.max_batch "
             f"(now {config.max_batch})",
         )
@@ -231,7 +236,7 @@ class SGLangEngine:
         self.policy_version = version
 
     def _open(self) -> BucketSender:
-        """Give the engine's processes handles to this rank's buffers, and let them learn where each tensor goes."""
+        """Lend this rank's buffers to the engine's processes, and let them learn where each tensor goes."""
         plan = plan_buckets(self._model.layout, self._sync.bucket_mib << 20)
         handle, name = tempfile.mkstemp(prefix="lightrl_mailbox_")
         os.close(handle)
@@ -414,7 +419,7 @@ def completion_of(
     return Completion(tokens=tokens, logprobs=logprobs, status=status, policy_versions=[version] if tokens else [])
 
 
-def check_platform(environment: Any) -> None:
+def check_platform(environment: Any, device: torch.device) -> None:
     """UserError when SGLang is missing, of an unknown version, or cannot work with this process's settings."""
     try:
         text = metadata.version("sglang")
@@ -424,8 +429,8 @@ def check_platform(environment: Any) -> None:
         ) from None
     if problem := version_problem(text):
         raise UserError(f"engine.kind: {problem}")
-    if not torch.cuda.is_available():
-        raise UserError("engine.kind: 'sglang' needs a GPU and torch sees none: set engine.kind = 'transformers'")
+    if device.type == "cpu":
+        return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in environment.get(name, "").replace(" ", "").lower():
             raise UserError(

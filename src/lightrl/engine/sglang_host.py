@@ -125,6 +125,8 @@ def _defaults(settings: dict[str, Any], known: set[str]) -> dict[str, Any]:
         "cuda_graph_max_bs_decode": max_batch,
         "cuda_graph_max_bs": max_batch,
     }
+    if settings.get("device") == "cpu":
+        arguments |= {"device": "cpu", "attention_backend": "torch_native", "enable_memory_saver": False}
     if settings["capability"] == [9, 0]:
         arguments["attention_backend"] = "fa3"
     if "cuda_graph_max_bs_decode" in known:

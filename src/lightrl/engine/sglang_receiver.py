@@ -7,7 +7,6 @@ then is those copies and nothing else. The rehearsal also shows what the model s
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightrl.sync.buckets import TIMEOUT, Plan, Slot, synchronize
+from lightrl.sync.buckets import TIMEOUT, Plan, Slot
 from lightrl.sync.mailbox import Mailbox
+from lightrl.sync.shared import open_shared, release_shared, synchronize
 
 _aten = torch.ops.aten
 _STATE = "_lightrl_receiver"
@@ -35,8 +35,35 @@ class Copy:
     """Elements from the start of the tensor."""
     target: Tensor
 
-    def source(self, tensor: Tensor) -> Tensor:
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.start)
+    def source(self, memory: Tensor, first: int = 0) -> Tensor:
+        """What is copied, where `memory` holds the tensor's elements from `first` on."""
+        return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.start - first)
+
+    def within(self, start: int, end: int) -> list[Copy]:
+        """The same, of the tensor's elements `start` to before `end` alone. One block where the cuts are between rows,
+        else one more for each dimension that a cut goes through."""
+        extents = [(size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True)]
+        last = self.start + sum(extents)
+        if not self.target.numel() or self.start >= end or last < start:
+            return []
+        if self.start >= start and last < end:
+            return [self]
+        dim = max(range(len(extents)), key=lambda d: self.stride[d] if extents[d] else -1)
+        inner = sum(extents) - extents[dim]  # elements from the first of a slice to its last
+
+        def index(position: int) -> int:
+            """First slice that starts at `position` or later."""
+            return min(max(-(-(position - self.start) // self.stride[dim]), 0), self.size[dim])
+
+        first, stop = index(start), index(end - inner)  # the slices that lie inside
+        cut = [*range(index(start - inner), min(first, index(end))), *range(max(first, stop), index(end))]
+        blocks = [block for i in cut for block in self._narrow(dim, i, 1).within(start, end)]
+        return [*blocks, self._narrow(dim, first, stop - first)] if first < stop else blocks
+
+    def _narrow(self, dim: int, first: int, count: int) -> Copy:
+        size = (*self.size[:dim], count, *self.size[dim + 1 :])
+        target = self.target.narrow(dim, first, count)
+        return Copy(size, self.stride, self.start + first * self.stride[dim], target)
 
 
 @dataclass
@@ -63,15 +90,16 @@ class Receiver:
 
 def open_buffers(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """The trainer introduces itself: keep its buffers open, and rehearse."""
-    message = json.loads(named_tensors[0][0])
-    buffers = [tensor for _, tensor in named_tensors]
+    message, buffers = open_shared(named_tensors)
     mailbox = Mailbox(Path(message["mailbox"]))
     with _reported(mailbox):
         plan = Plan.from_json(message["plan"])
         parts = []
         for number, bucket in enumerate(rehearse(model, plan)):
             buffer = buffers[number % len(buffers)]
-            parts.append([(s.name, c.source(s.view(buffer)), c.target) for s, copies in bucket for c in copies])
+            parts.append(
+                [(s.name, c.source(s.view(buffer), s.start), c.target) for s, copies in bucket for c in copies]
+            )
         receiver = Receiver(buffers, mailbox, parts)
         model.__dict__[_STATE] = receiver
         receiver.finish({})
@@ -82,7 +110,8 @@ def receive(model: nn.Module, _: Sequence[tuple[str, Tensor]]) -> None:
     receiver: Receiver = model.__dict__[_STATE]
 
     def copy(bucket: list[tuple[str, Tensor, Tensor]]) -> None:
-        torch._foreach_copy_([target for _, _, target in bucket], [source for _, source, _ in bucket])
+        if bucket:  # another rank's part of a large tensor may fill one
+            torch._foreach_copy_([target for _, _, target in bucket], [source for _, source, _ in bucket])
 
     with _reported(receiver.mailbox), torch.no_grad():
         receiver.run(copy)
@@ -112,7 +141,7 @@ def verify(model: nn.Module, _: Sequence[tuple[str, Tensor]]) -> None:
 def close_buffers(model: nn.Module, _: Sequence[tuple[str, Tensor]]) -> None:
     """Let go of the trainer's memory."""
     model.__dict__.pop(_STATE, None)
-    torch.cuda.ipc_collect()
+    release_shared()
 
 
 def rehearse(model: nn.Module, plan: Plan) -> list[list[tuple[Slot, list[Copy]]]]:
@@ -124,14 +153,20 @@ def rehearse(model: nn.Module, plan: Plan) -> list[list[tuple[Slot, list[Copy]]]
     slots = [slot for bucket in plan.buckets for slot in bucket]
     tensors = {s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device="meta") for s in slots}
     with torch.no_grad(), _Rehearsal(tensors) as notes:
-        model.load_weights([(s.name, tensors[s.name]) for s in slots])  # type: ignore[operator]
-    if skipped := [s.name for s in slots if s.name not in notes.copies]:
+        model.load_weights(list(tensors.items()))  # type: ignore[operator]
+    if skipped := [name for name in tensors if name not in notes.copies]:
         raise ValueError(
             f"the engine's {type(model).__name__} takes nothing from {_few(skipped)}: its names are not those of a "
             "Hugging Face checkpoint of this model type"
         )
     _check_coverage(model, notes)
-    return [[(slot, notes.copies[slot.name]) for slot in bucket] for bucket in plan.buckets]
+    return [[(slot, _copies_of(slot, notes.copies[slot.name])) for slot in bucket] for bucket in plan.buckets]
+
+
+def _copies_of(slot: Slot, copies: list[Copy]) -> list[Copy]:
+    if slot.is_whole:
+        return copies
+    return [block for copy in copies for block in copy.within(slot.start, slot.start + slot.count)]
 
 
 class _Rehearsal(TorchDispatchMode):

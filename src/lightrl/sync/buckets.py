@@ -1,46 +1,65 @@
-"""Weights through two buffers in device memory, into an engine in another process on the same device.
+"""Weights through two buffers in shared memory, into an engine in another process on the same device.
 
-The buffers are opened once by the engine (a CUDA IPC handle each) and used for the whole run: a sync is one gather by
-the trainer and one copy by the engine, which work on alternate buffers at the same time. Which tensor lies where is
-planned once; only counters travel (`mailbox.py`).
+The buffers are opened once by the engine (`shared.py`) and used for the whole run: a sync is one gather by the trainer
+and one copy by the engine, which work on alternate buffers at the same time. Which tensor lies where is planned once;
+only counters travel (`mailbox.py`).
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import json
-import pickle
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lightrl.sync.mailbox import Mailbox
+from lightrl.sync.shared import SharedBuffers, synchronize
 
 ALIGNMENT = 256  # bytes; every tensor starts on one, so that any dtype may be viewed
 TIMEOUT = 120.0  # seconds that one bucket may take
 
 
+Layout = Iterable[tuple[str, Sequence[int], torch.dtype]]
+
+
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies in its bucket."""
+    """Where one tensor, or a part of a large one, lies in its bucket."""
 
     name: str
     shape: tuple[int, ...]
+    """Of the whole tensor."""
     dtype: str
     """Without `torch.`."""
     offset: int
     """Bytes from the start of the bucket."""
-    num_bytes: int
+    start: int
+    """First element that is here, of the tensor's in row-major order."""
+    count: int
+    """Elements that are here."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.count == math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * getattr(torch, self.dtype).itemsize
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The tensor itself, in a buffer of bytes."""
-        return buffer[self.offset : self.offset + self.num_bytes].view(getattr(torch, self.dtype)).view(self.shape)
+        """What lies here, in a buffer of bytes: the tensor, or its part as `[count]`."""
+        here = buffer[self.offset : self.offset + self.num_bytes].view(getattr(torch, self.dtype))
+        return here.view(self.shape) if self.is_whole else here
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """What belongs here, of the whole tensor; shaped like `view`."""
+        return tensor if self.is_whole else tensor.reshape(-1)[self.start : self.start + self.count]
 
 
 @dataclass(frozen=True)
@@ -64,38 +83,56 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         buckets = json.loads(text)
-        return cls(tuple(tuple(Slot(n, tuple(s), d, o, b) for n, s, d, o, b in bucket) for bucket in buckets))
+        return cls(tuple(tuple(Slot(n, tuple(s), *rest) for n, s, *rest in bucket) for bucket in buckets))
 
 
-def plan_buckets(layout: Iterable[tuple[str, Sequence[int], torch.dtype]], limit: int) -> Plan:
-    """Place tensors, in order, into buckets of at most `limit` bytes; a layer is split only if it exceeds one.
+def plan_buckets(layout: Layout, limit: int) -> Plan:
+    """Place tensors, in order, into buckets of at most `limit` bytes.
 
-    Some model families must be handed certain tensors of a layer together. A single tensor beyond the limit gets a
-    bucket of its own, and the buffers become as large as that.
+    A layer is kept together unless it exceeds a bucket, as it comes at once and then is one copy; a tensor that exceeds
+    a bucket starts one and goes on in the next. ValueError when not even one element fits.
     """
-    units: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = []
+    units: list[list[Slot]] = []
     previous: str | None = None
     for name, shape, dtype in layout:
+        if dtype.itemsize > limit:
+            raise ValueError(f"{name}: no element of {dtype} fits into buckets of {limit} bytes")
         layer = _layer(name)
         if layer is None or layer != previous:
             units.append([])
-        units[-1].append((name, tuple(shape), dtype))
+        units[-1].append(Slot(name, tuple(shape), str(dtype).removeprefix("torch."), 0, 0, math.prod(shape)))
         previous = layer
     if not units:
         raise ValueError("no tensors to plan")
     buckets: list[list[Slot]] = [[]]
     for unit in units:
-        size = sum(_aligned(_num_bytes(shape, dtype)) for _, shape, dtype in unit)
+        size = sum(_aligned(slot.num_bytes) for slot in unit)
         if buckets[-1] and _aligned(_end(buckets[-1][-1])) + size > limit:
             buckets.append([])
-        for name, shape, dtype in unit:
-            num_bytes = _num_bytes(shape, dtype)
-            start = _aligned(_end(buckets[-1][-1])) if buckets[-1] else 0
-            if start and start + num_bytes > limit:
+        for part in (part for slot in unit for part in _split(slot, limit)):
+            offset = _aligned(_end(buckets[-1][-1])) if buckets[-1] else 0
+            if offset and offset + part.num_bytes > limit:
                 buckets.append([])
-                start = 0
-            buckets[-1].append(Slot(name, shape, str(dtype).removeprefix("torch."), start, num_bytes))
+                offset = 0
+            buckets[-1].append(replace(part, offset=offset))
     return Plan(tuple(tuple(bucket) for bucket in buckets))
+
+
+def _split(slot: Slot, limit: int) -> Iterator[Slot]:
+    """Parts of at most `limit` bytes, cut between rows (of the last dimension, or of more where they fit): what a rank
+    of an engine takes of whole rows stays one strided copy."""
+    most = limit // getattr(torch, slot.dtype).itemsize
+    if slot.count <= most:
+        yield slot
+        return
+    row = 1
+    for size in reversed(slot.shape):
+        if row * size > most:
+            break
+        row *= size
+    step = most // row * row
+    for start in range(0, slot.count, step):
+        yield replace(slot, start=start, count=min(step, slot.count - start))
 
 
 class BucketSender:
@@ -104,18 +141,18 @@ class BucketSender:
     def __init__(self, plan: Plan, device: torch.device, mailbox_path: Path) -> None:
         self.plan = plan
         self.mailbox = Mailbox(mailbox_path, create=True)
-        count = min(2, len(plan.buckets))
-        self.buffers = [torch.empty(plan.capacity, dtype=torch.uint8, device=device) for _ in range(count)]
-        self._places = [
-            (number, slot.name, slot.view(self.buffers[number % count]))
-            for number, bucket in enumerate(plan.buckets)
-            for slot in bucket
-        ]
+        self.shared = SharedBuffers(min(2, len(plan.buckets)), plan.capacity, device)
+        self._places: dict[
+            str, list[tuple[int, Slot, Tensor]]
+        ] = {}  # by tensor: number of the bucket, slot, its memory
+        for number, bucket in enumerate(plan.buckets):
+            buffer = self.shared.buffers[number % len(self.shared.buffers)]
+            for slot in bucket:
+                self._places.setdefault(slot.name, []).append((number, slot, slot.view(buffer)))
 
     def introduction(self) -> str:
-        """What the engine needs to open the buffers: named handles, pickled and in base64."""
-        message = json.dumps({"mailbox": str(self.mailbox.path), "plan": self.plan.to_json()})
-        return ipc_payload([(message, self.buffers[0]), *(("", b) for b in self.buffers[1:])])
+        """What the engine needs to open buffers and mailbox, in base64."""
+        return self.shared.payload({"mailbox": str(self.mailbox.path), "plan": self.plan.to_json()})
 
     def send(
         self, groups: Iterable[Sequence[tuple[str, Tensor]]], check: Callable[[], None] | None = None
@@ -124,28 +161,33 @@ class BucketSender:
 
         A buffer is filled again only after the engine says that its device is done with what was there.
         """
-        places = iter(self._places)
+        places = iter(self._places.items())
         filling = 0
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for group in groups:
             for name, tensor in group:
-                number, expected, target = next(places, (-1, "nothing more", tensor))
+                expected, parts = next(places, ("nothing more", []))
                 if name != expected:
-                    self.mailbox.fail(f"expected {expected} in the plan's order, got {name}")
-                    raise ValueError(f"expected {expected} in the plan's order, got {name}")
-                if number != filling:
-                    self._copy(filling, targets, sources, check, last=True)
-                    filling, targets, sources = number, [], []
-                targets.append(target)
-                sources.append(tensor)
+                    self._refuse(f"expected {expected} in the plan's order, got {name}")
+                if tuple(tensor.shape) != parts[0][1].shape:
+                    self._refuse(f"{name}: shape {list(tensor.shape)}, planned {list(parts[0][1].shape)}")
+                for number, slot, target in parts:
+                    if number != filling:
+                        self._copy(filling, targets, sources, check, last=True)
+                        filling, targets, sources = number, [], []
+                    targets.append(target)
+                    sources.append(slot.part(tensor))
             self._copy(filling, targets, sources, check)  # the group's tensors are valid only now
             targets, sources = [], []
         self._copy(filling, [], [], check, last=True)
         if (left := next(places, None)) is not None:
-            self.mailbox.fail(f"nothing came for {left[1]}")
-            raise ValueError(f"nothing came for {left[1]}")
+            self._refuse(f"nothing came for {left[0]}")
         return self.mailbox.wait("drained", len(self.plan.buckets) + 1, timeout=TIMEOUT, check=check)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self.mailbox.fail(reason)
+        raise ValueError(reason)
 
     def _copy(
         self,
@@ -156,59 +198,19 @@ class BucketSender:
         last: bool = False,
     ) -> None:
         """Into bucket `number`; after its last tensors the engine may have it."""
-        self.mailbox.wait("drained", number + 1 - len(self.buffers), timeout=TIMEOUT, check=check)
+        self.mailbox.wait("drained", number + 1 - len(self.shared.buffers), timeout=TIMEOUT, check=check)
         if targets:
             torch._foreach_copy_(targets, sources)
         if last:
-            synchronize(self.buffers[0].device)
+            synchronize(self.shared.device)
             self.mailbox.set("filled", number + 1)
 
     def close(self) -> None:
         """Give the memory back; the engine has let go of it."""
         self._places.clear()
-        self.buffers.clear()
-        torch.cuda.ipc_collect()
+        self.shared.close()
         self.mailbox.close()
         self.mailbox.path.unlink(missing_ok=True)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until what was asked of the device is done."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-class _Handle:
-    """Pickles as a call that opens shared device memory."""
-
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._call = (function, arguments)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self._call
-
-
-def ipc_payload(named: Sequence[tuple[str, Tensor]]) -> str:
-    """Names and CUDA IPC handles of tensors, as base64 of a pickle that holds only torch's own types.
-
-    The device goes by its UUID, which SGLang's side translates: its processes may number devices differently. Memory
-    of expandable segments cannot be exported; callers refuse it beforehand.
-    """
-    from torch.multiprocessing import reductions
-
-    handles = []
-    for name, tensor in named:
-        function, arguments = reductions.reduce_tensor(tensor)
-        assert function is reductions.rebuild_cuda_tensor, f"{name!r} is not on a CUDA device"
-        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
-        handles.append((name, _Handle(function, (*arguments[:6], uuid, *arguments[7:]))))
-    stream = io.BytesIO()
-    pickle.Pickler(stream, protocol=4).dump(handles)
-    return base64.b64encode(stream.getvalue()).decode()
-
-
-EMPTY_PAYLOAD = base64.b64encode(pickle.dumps([], protocol=4)).decode()
-"""No tensors: the buffers are open already."""
 
 
 def _layer(name: str) -> str | None:
@@ -222,10 +224,3 @@ def _end(slot: Slot) -> int:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count * dtype.itemsize

@@ -1,0 +1,157 @@
+"""The real SGLang on a CPU: the contract of all engines, weights through shared memory, a run that learns."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import contract
+import pytest
+import tiny_run
+import torch
+from tiny_models import CONTEXT, EOS, SMALL, VOCAB, stock
+from transformers import LlamaConfig
+
+from lightrl.config.schema import EngineConfig, SyncConfig
+from lightrl.distributed.mesh import close_world
+from lightrl.engine.base import Engine, GenerateRequest, SamplingParams
+from lightrl.engine.sglang import Model, SGLangEngine
+from lightrl.engine.sglang_process import EngineDiedError
+from lightrl.sync.weights import sync_weights
+from lightrl.training.trainer import Trainer
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("sglang") is None, reason="sglang is not installed here: make test-sglang-cpu"
+    ),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="this SGLang is one for GPUs: tests/gpu/test_sglang_gpu.py"),
+]
+
+ENGINE = {"kind": "sglang", "memory_fraction": 0.1, "args": {"max_total_tokens": 40_000}}
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(chr(65 + i) for i in ids)
+
+
+def make_engine(model: torch.nn.Module, folder: Path, **sync: Any) -> SGLangEngine:
+    """An engine that holds the weights of a stock float32 model as version 7."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    engine = SGLangEngine(
+        Model(
+            path=folder,
+            layout=[(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()],
+            eos_token_ids=[EOS],
+            decode=text_of,
+            dtype=torch.float32,
+            context_length=CONTEXT,
+            vocab_size=VOCAB,
+        ),
+        EngineConfig(**ENGINE),
+        SyncConfig(**sync),
+        device=torch.device("cpu"),
+        log_dir=folder / "engine",
+    )
+    engine.load_weights(((n, p.detach()) for n, p in model.named_parameters()), 7)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    """The matrices of its MLPs do not fit into a bucket of 1 MiB: they come in parts."""
+    shape = {**SMALL, "hidden_size": 64, "head_dim": 16, "intermediate_size": 4200}
+    return stock(LlamaConfig(**shape, tie_word_embeddings=False))
+
+
+@pytest.fixture(scope="module")
+def engine(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    made = make_engine(model, tmp_path_factory.mktemp("engine"), bucket_mib=1, verify_every=1)
+    yield made
+    made.close()
+
+
+# ---- the contract of all engines
+
+
+def test_greedy_equals_stock(engine: SGLangEngine, model: torch.nn.Module) -> None:
+    assert isinstance(engine, Engine)
+    contract.check_greedy(engine, model, VOCAB, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.3}])
+def test_sampled_logprobs_equal_stock(engine: SGLangEngine, model: torch.nn.Module, truncation: dict[str, Any]) -> None:
+    contract.check_sampled_logprobs(engine, model, VOCAB, temperature=0.7, joint=True, **truncation)
+
+
+def test_ends_of_answers(engine: SGLangEngine, model: torch.nn.Module) -> None:
+    contract.check_length_and_eos(engine, VOCAB, EOS, seeded=False)
+    contract.check_greedy_end(engine, model, VOCAB, EOS)
+    contract.check_stop_ids(engine, VOCAB)
+    contract.check_bad_requests(engine, VOCAB, CONTEXT)
+
+
+def test_abort(engine: SGLangEngine) -> None:
+    contract.check_abort(engine, VOCAB)
+
+
+def test_new_weights(engine: SGLangEngine, model: torch.nn.Module) -> None:
+    contract.check_new_weights(engine, model, stock(model.config, seed=1), VOCAB, tolerance=1e-4)
+
+
+# ---- weights
+
+
+def test_a_change_of_one_value_is_found(engine: SGLangEngine, model: torch.nn.Module) -> None:
+    assert engine._sender is not None
+    parts = [s for bucket in engine._sender.plan.buckets for s in bucket if s.name.endswith("1.mlp.down_proj.weight")]
+    assert len(parts) == 2
+    tensors = [(n, p.detach().clone()) for n, p in model.named_parameters()]
+    assert engine._pass("verify", [tensors], 7) == {
+        "differing": {},
+        "compared": sum(p.numel() for p in model.parameters()),
+    }
+    tensor = dict(tensors)[parts[0].name]
+    tensor[[3, 60], [5, 9]] += 1  # in either part
+    assert engine._pass("verify", [tensors], 7)["differing"] == {parts[0].name: 2}
+
+
+# ---- runs
+
+
+def test_reward_rises_then_the_engine_dies(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "engine": ENGINE,
+        "rollout": {"prompts_per_step": 8, "group_size": 8},
+        "optim": {"lr": 1e-2},
+        "sync": {"verify_every": 1},
+        "log": {"save_samples": False},
+    }
+    trainer = Trainer(tiny_run.make_run(tmp_path, **sections))
+    try:
+        steps = [trainer.step(trainer.source.next(8)) for _ in range(16)]
+        rewards = [step["reward/mean"] for step in steps]
+        assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
+        assert max(step["mismatch/logprob_abs_diff"] for step in steps) < 1e-5
+        sync_weights(trainer.policy, trainer.engine, 16)
+        sampling = SamplingParams(max_new_tokens=100, ignore_eos=True)
+        (scheduler, *_) = trainer.engine._host.call("pids")
+
+        async def killed() -> None:
+            task = asyncio.create_task(
+                trainer.engine.generate(GenerateRequest(id="x", tokens=[4], sampling=sampling, n=64))
+            )
+            await asyncio.sleep(0.05)
+            os.kill(scheduler, signal.SIGKILL)
+            await task
+
+        with pytest.raises(EngineDiedError, match=r"The end of .*sglang_cpu0\.log"):
+            asyncio.run(killed())
+    finally:
+        trainer.close()
+        close_world()
