@@ -21,9 +21,8 @@ from transformers import LlamaConfig
 
 from lightrl.config.schema import EngineConfig, SyncConfig
 from lightrl.distributed.mesh import close_world
-from lightrl.engine.base import GenerateRequest, SamplingParams
+from lightrl.engine.base import EngineLostError, GenerateRequest, SamplingParams
 from lightrl.engine.sglang import Model, SGLangEngine
-from lightrl.engine.sglang_process import EngineDiedError
 from lightrl.errors import UserError
 from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training.trainer import Trainer
@@ -272,7 +271,7 @@ def test_reward_rises_then_the_engine_dies(tmp_path: Path) -> None:
             await task
 
         begun = time.monotonic()
-        with pytest.raises(EngineDiedError, match=r"The end of .*sglang_gpu0\.log"):
+        with pytest.raises(EngineLostError, match=r"The end of .*sglang_gpu0\.log"):
             asyncio.run(killed())
         assert time.monotonic() - begun < 15
     finally:

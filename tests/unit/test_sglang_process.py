@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,26 +14,51 @@ from typing import Any
 
 import pytest
 
+from lightrl.config.schema import EngineConfig
 from lightrl.engine import sglang
-from lightrl.engine.base import SamplingParams
-from lightrl.engine.sglang_process import EngineDiedError, HostProcess
+from lightrl.engine.base import EngineLostError, SamplingParams
+from lightrl.engine.sglang_memory import memory_hint
+from lightrl.engine.sglang_process import HostProcess
+from lightrl.engine.sglang_requests import Stops
 from lightrl.errors import UserError
 
+# Its "scheduler" is a process that gives every line back. Prompts and model paths choose what goes wrong.
 STAND_IN = """
-import asyncio, subprocess, sys
+import asyncio, os, signal, time
 
 class Manager:
-    def __init__(self): self.aborted = set()
+    def __init__(self):
+        self.aborted, self.last_receive_tstamp, self.lock = set(), 0.0, asyncio.Lock()
+    async def launch(self):
+        pipe = asyncio.subprocess.PIPE
+        self.scheduler = await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe)
+        self.watching = asyncio.create_task(self.watch())
+    async def watch(self):
+        code = await self.scheduler.wait()
+        print(f"Subprocess scheduler_0 crashed with exit code {code}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    async def ask(self):
+        async with self.lock:
+            self.scheduler.stdin.write(b"?\\n")
+            await self.scheduler.stdout.readline()
+        self.last_receive_tstamp = time.time()
+    async def get_internal_state(self): await self.ask()
     async def generate_request(self, request, _):
         if request.input_ids == [13]: raise ValueError("too long")
+        if request.input_ids == [14]: raise KeyError("a defect")
+        if request.input_ids == [15]: await asyncio.sleep(1.2 * HANG)
         tokens = []
         for step in range(request.sampling_params["max_new_tokens"]):
             await asyncio.sleep(0.01)
+            await self.ask()
             if request.rid in self.aborted: break
             tokens.append(step)
             if request.stream: yield output(tokens, None)
         yield output(tokens, "abort" if request.rid in self.aborted else "length")
     def abort_request(self, rid): self.aborted.add(rid)
+    async def update_weights_from_tensor(self, request, _):
+        await asyncio.sleep(1.2 * HANG)  # it waits for the trainer and answers nobody
+        return True, ""
 
 def output(tokens, reason):
     meta = {"output_token_logprobs": [[-0.5, t, None] for t in tokens], "finish_reason": reason and {"type": reason},
@@ -44,11 +70,16 @@ class Engine:
         self.server_args = arguments
         print("starting with", sorted(arguments), flush=True)
         if arguments["model_path"] == "full": raise RuntimeError("CUDA out of memory")
+        if arguments["model_path"] == "silent": time.sleep(600)
+        if arguments["model_path"] == "exits":
+            if os.fork() == 0: time.sleep(600)  # has the connection as well
+            os._exit(3)
         self.loop, self.tokenizer_manager = asyncio.new_event_loop(), Manager()
-        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    def get_all_child_pids(self): return [self.child.pid]
-    def shutdown(self): self.child.kill()
+        self.loop.run_until_complete(self.tokenizer_manager.launch())
+    def get_all_child_pids(self): return [self.tokenizer_manager.scheduler.pid]
+    def shutdown(self): self.tokenizer_manager.scheduler.kill()
 """
+HANG = 3.0
 SERVER_ARGS = """
 import dataclasses
 @dataclasses.dataclass
@@ -61,7 +92,9 @@ class ServerArgs:
 """
 IO_STRUCT = """
 class GenerateReqInput:
+    stream = False
     def __init__(self, **fields): self.__dict__.update(fields)
+class UpdateWeightsFromTensorReqInput(GenerateReqInput): pass
 """
 SETTINGS = {
     "model_path": "m", "dtype": "bfloat16", "trust_remote_code": False, "context_length": 64, "tensor_parallel": 1,
@@ -76,16 +109,24 @@ def start(tmp_path: Path) -> Iterator[Callable[..., HostProcess]]:
     (package / "srt" / "managers").mkdir(parents=True)
     for folder in (package / "srt", package / "srt" / "managers"):
         (folder / "__init__.py").touch()
-    (package / "__init__.py").write_text(STAND_IN)
+    (package / "__init__.py").write_text(STAND_IN.replace("HANG", str(HANG)))
     (package / "srt" / "server_args.py").write_text(SERVER_ARGS)
     (package / "srt" / "managers" / "io_struct.py").write_text(IO_STRUCT)
     environment = sglang.child_environment({**os.environ, "PYTHONPATH": str(tmp_path / "site")})
     started: list[HostProcess] = []
 
-    def begin(args: dict[str, Any] | None = None, **settings: Any) -> HostProcess:
+    def begin(args: dict[str, Any] | None = None, start_timeout: float = 60, **settings: Any) -> HostProcess:
         first = {"settings": SETTINGS | settings, "args": args or {}}
-        started.append(HostProcess(first, log=tmp_path / "engine.log", environment=environment, hint="lower X"))
-        return started[-1]
+        host = HostProcess(
+            first,
+            log=tmp_path / "engine.log",
+            environment=environment,
+            hint=lambda log: memory_hint(log, EngineConfig()),
+            hang_timeout=HANG,
+            start_timeout=start_timeout,
+        )
+        started.append(host)
+        return host
 
     yield begin
     for process in started:
@@ -144,26 +185,126 @@ def test_a_crash_is_reported_to_all_who_wait(start: Callable[..., HostProcess]) 
     os.kill(host.pid, signal.SIGKILL)
     begun = time.monotonic()
     for future in waiting:
-        with pytest.raises(EngineDiedError, match=r"ended \(exit code -9\).*engine\.log:\nstarting with") as error:
+        with pytest.raises(EngineLostError, match=r"ended \(exit code -9\).*engine\.log:\nstarting with") as error:
             future.result(15)
-        assert "lower X" not in str(error.value)
+        assert "engine.m" not in str(error.value)  # nothing of memory
     assert time.monotonic() - begun < 15
-    with pytest.raises(EngineDiedError):
+    with pytest.raises(EngineLostError):
         host.check()
-    with pytest.raises(EngineDiedError):
+    with pytest.raises(EngineLostError):
         host.submit("flush")
     wait_until_gone(*children)  # it would hold GPU memory
 
 
+def test_a_defect_is_not_a_loss(start: Callable[..., HostProcess]) -> None:
+    host = start()
+    host.wait_ready()
+    with pytest.raises(RuntimeError, match=r"KeyError: 'a defect'.*engine\.log:\nstarting with") as error:
+        host.call("generate", **request("a", 3, tokens=[14]))
+    assert not isinstance(error.value, EngineLostError)
+    assert host.call("generate", **request("b", 2))["tokens"] == [0, 1]
+
+
+def test_a_scheduler_that_dies(start: Callable[..., HostProcess]) -> None:
+    host = start()
+    host.wait_ready()
+    [scheduler] = host.call("pids")
+    waiting = host.submit("generate", **request("a", 5000))
+    os.kill(scheduler, signal.SIGKILL)
+    with pytest.raises(EngineLostError, match=r"ended \(exit code -9\); killed from outside, .* out of memory"):
+        waiting.result(15)
+
+
+def test_a_stopped_host(start: Callable[..., HostProcess]) -> None:
+    host = start()
+    host.wait_ready()
+    children = host.call("pids")
+    waiting = host.submit("generate", **request("a", 5000))
+    os.kill(host.pid, signal.SIGSTOP)
+    more = host.submit("generate", **request("b", 1, tokens=[1] * 1_000_000))  # more than the connection holds
+    for future in (waiting, more):
+        with pytest.raises(EngineLostError, match=r"the SGLang engine did not answer for \d s\. The end of"):
+            future.result(15)
+    assert host.stop()
+    wait_until_gone(host.pid, *children)
+
+
+def test_a_stuck_scheduler_and_what_only_looks_like_one(start: Callable[..., HostProcess]) -> None:
+    host = start()
+    host.wait_ready()
+    # a batch longer than the limit: the scheduler answers meanwhile; while it takes weights it does not, and need not
+    long = host.submit("generate", **request("a", 1, tokens=[15]))
+    assert long.result(15)["tokens"] == [0]
+    update = host.submit("update", payloads=[], loader="receive", flush=False)
+    assert update.result(15) == {}
+    [scheduler] = host.call("pids")
+    os.kill(scheduler, signal.SIGSTOP)
+    time.sleep(1.2 * HANG)
+    host.check()  # nobody has asked it for anything
+    waiting = [host.submit("generate", **request(str(i), 5)) for i in range(2)]
+    for future in waiting:
+        with pytest.raises(EngineLostError, match=r"did not answer .* scheduler is stuck \(under way: 2 x generate\)"):
+            future.result(15)
+    wait_until_gone(host.pid, scheduler)
+
+
+def test_what_takes_too_long_is_given_up(start: Callable[..., HostProcess]) -> None:
+    host = start()
+    host.wait_ready()
+    with pytest.raises(EngineLostError, match="did not end 'generate' in 0 s"):
+        host.call("generate", timeout=0.2, **request("a", 5000))
+    assert host.error is not None
+    wait_until_gone(host.pid)
+
+
 def test_starts_that_fail(start: Callable[..., HostProcess]) -> None:
-    with pytest.raises(EngineDiedError, match="out of memory; lower X"):
+    with pytest.raises(EngineLostError, match=r"out of memory; no memory beside .*: lower engine.memory_fraction"):
         start(model_path="full").wait_ready(60)
+    with pytest.raises(EngineLostError, match=r"ended \(exit code 3\)\. The end of") as error:
+        start(model_path="exits").wait_ready(60)
+    assert "engine.m" not in str(error.value)  # what was in the log before is another engine's
+    with pytest.raises(EngineLostError, match=r"wrote nothing for \d s while it started\. .*:\nstarting with"):
+        start(model_path="silent", start_timeout=2).wait_ready(60)
+    with pytest.raises(EngineLostError, match="did not start in 0 s"):
+        start(model_path="silent").wait_ready(0.3)
     with pytest.raises(UserError, match=r"engine.args.atention_backend: .*did you mean attention_backend\?"):
         start({"atention_backend": "fa3"}).wait_ready(60)
     with pytest.raises(UserError, match=r"engine.args.zzz: .* SGLang has attention_backend, cuda_graph_max_bs, mem_"):
         start({"zzz": 1}).wait_ready(60)
     with pytest.raises(UserError, match=r"engine.args.tp_size: set by LightRL \(engine.tensor_parallel\)"):
         start({"tp_size": 2}).wait_ready(60)
+
+
+def test_started_in_a_thread_that_ends(start: Callable[..., HostProcess]) -> None:
+    hosts: list[HostProcess] = []
+    thread = threading.Thread(target=lambda: hosts.append(start()))
+    thread.start()
+    thread.join()
+    hosts[0].wait_ready()  # the kernel would have ended a child of that thread
+    assert hosts[0].call("generate", **request("a", 1))["tokens"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("log", "advice"),
+    [  # SGLang 0.5.17's own words
+        ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current value: 0.1",
+         "raise engine.memory_fraction (now 0.5) or lower engine.max_batch (now 64)"),
+        ("ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.1. "
+         "Raise --mem-fraction-static above 0.312", "raise engine.memory_fraction"),
+        ("Try: (1) reduce --max-running-requests, (2) increase --mem-fraction-static", "raise engine.memory_fraction"),
+        ("RuntimeError: Decode out of memory. Try to lower your batch size.\nTry to allocate 64 tokens.",
+         "lower engine.max_batch (now 64) or raise engine.memory_fraction (now 0.5)"),
+        ("alloc_req_slots runs out of memory. Please set a smaller number for", "lower engine.max_batch"),
+        ("Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 2.00 GiB.\nPossible solutions:\n"
+         "1. set --mem-fraction-static to a smaller value (e.g., 0.8)\n", "lower engine.memory_fraction (now 0.5), "),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "engine.max_prefill_tokens (now 8192)"),
+        ("Rank 0 scheduler died during initialization (exit code: -9).", "the machine (not the GPU)"),
+        ("Exception: Capture cuda graph failed: no image\n1. set --mem-fraction-static to a smaller value", None),
+    ],
+)  # fmt: skip
+def test_advice_on_memory(log: str, advice: str | None) -> None:
+    hint = memory_hint(log, EngineConfig())
+    assert hint is None if advice is None else advice in str(hint)
 
 
 TRAINER = """
@@ -188,7 +329,7 @@ def test_nothing_outlives_a_killed_trainer(start: Callable[..., HostProcess], tm
     trainer.kill()
     trainer.wait()
     wait_until_gone(host)
-    os.kill(child, signal.SIGKILL)  # SGLang's own children end with their parent; the stand-in's do not
+    wait_until_gone(child)  # it reads from the host; SGLang's own are ended by the kernel
 
 
 def test_versions_and_environment() -> None:
@@ -208,7 +349,7 @@ def test_ends_that_sglang_cannot_see() -> None:
 
     def end(tokens: list[int], **sampling: Any) -> int | None:
         params = SamplingParams(max_new_tokens=9, **sampling)
-        return sglang.Stops(params, lambda ids: "".join(words[i] for i in ids)).end(tokens)
+        return Stops(params, lambda ids: "".join(words[i] for i in ids)).end(tokens)
 
     assert end([1, 2, 3, 4], stop=("bc",)) == 3  # kept whole: "d" was sampled with "c"
     assert end([1, 2, 4, 3], stop=("bc",)) is None

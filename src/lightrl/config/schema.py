@@ -175,6 +175,10 @@ class EngineConfig:
     """SGLang: consecutive ranks that share an engine, split over their GPUs."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """SGLang: share of the GPU's memory for weights and KV cache while it generates; both are released for training."""
+    hang_timeout: PositiveFloat = 15.0
+    """SGLang: an engine that gives no sign of life for so many seconds is lost. Must exceed its longest batch."""
+    max_restarts: Count = 3
+    """SGLang: how often an engine that died or hung is started again in a run; then the run ends with its error."""
     args: dict[str, Any] = field(default_factory=dict)
     """SGLang: further arguments of its engine, passed as they are; unknown names are refused."""
     urls: list[str] = field(default_factory=list)

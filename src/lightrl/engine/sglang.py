@@ -14,8 +14,8 @@ import re
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,47 +25,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrl.config.schema import EngineConfig, SyncConfig
-from lightrl.engine.base import Completion, GenerateRequest, SamplingParams
+from lightrl.engine.base import Completion, EngineLostError, GenerateRequest
 from lightrl.engine.sampling import check_request
+from lightrl.engine.sglang_memory import memory_hint
 from lightrl.engine.sglang_process import HostProcess
+from lightrl.engine.sglang_requests import Model, Stops, completion_of, needs_watching, sampling_parameters
 from lightrl.errors import UserError
 from lightrl.sync.buckets import BucketSender, plan_buckets
-from lightrl.sync.mailbox import MailboxError
+from lightrl.sync.mailbox import MailboxError, MailboxTimeoutError
 from lightrl.sync.shared import EMPTY_PAYLOAD
 from lightrl.types import Status
 
 SUPPORTED = ((0, 5, 17), (0, 5, 23))
 """First and last version of SGLang that this module is written for."""
 _TAGS = ("weights", "kv_cache")
-_WATCH_EVERY = 16  # tokens between looks at an answer whose end SGLang cannot see
 _CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 _LOADERS = "lightrl.engine.sglang_receiver."
-_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """What the engine must know of the policy."""
-
-    path: Path
-    """Folder with config.json."""
-    layout: Sequence[tuple[str, Sequence[int], torch.dtype]]
-    """Name, shape and dtype of every tensor, in the order in which `load_weights` gets them."""
-    eos_token_ids: Sequence[int]
-    decode: Callable[[list[int]], str]
-    """Ids to text, special tokens included."""
-    dtype: torch.dtype
-    context_length: int
-    vocab_size: int
-    trust_remote_code: bool = False
 
 
 class SGLangEngine:
-    """Implements `lightrl.engine.base.Engine`, on every rank of its group alike.
+    """Implements `Engine`, `GroupLoader` and `Restartable` of `lightrl.engine.base`, on every rank of its group alike.
 
     `group` is the gloo group of the ranks that share this engine (None: this rank alone), `member` this rank's place in
     it; only member 0 generates. `log_dir` takes SGLang's output. Raises UserError for settings and versions that cannot
-    work; EngineDiedError, with the end of the log, when SGLang ends by itself.
+    work; EngineLostError, with the end of the log, when SGLang ends by itself or hangs.
     """
 
     def __init__(
@@ -84,18 +67,24 @@ class SGLangEngine:
         self.policy_version = -1
         self._model, self._config, self._sync = model, config, sync
         self._device, self._group, self._member = device, group, member
+        self._seed, self._log_dir = seed, log_dir
+        self._restarts = 0
         self._released: set[str] = set()
         self._room: dict[str, int] = {}
         self._sender: BucketSender | None = None
+        self._opened = False  # the engine has the sender's buffers
         self._num_syncs = 0
         self._rids: dict[str, set[str]] = {}
         self._aborted: set[str] = set()
         self._count = 0
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._closed = False
+        self._host: HostProcess | None = None
+        self._start()
+
+    def _start(self) -> None:
         share = self._share_of_free()
-        self._host = self._start(seed, log_dir, share) if member == 0 else None
-        self._barrier()
+        self._lead(lambda: self._launch(share))
 
     def _share_of_free(self) -> float:
         """`engine.memory_fraction`, which is of the whole GPU, as SGLang wants it: of what is free at its start."""
@@ -111,7 +100,7 @@ class SGLangEngine:
             )
         return share
 
-    def _start(self, seed: int, log_dir: Path, memory_fraction: float) -> HostProcess:
+    def _launch(self, memory_fraction: float) -> None:
         config, model = self._config, self._model
         on_cpu = self._device.type == "cpu"
         # an engine's own among those of this machine: the GPU's number, or where there is none the rank
@@ -125,7 +114,7 @@ class SGLangEngine:
             "device": self._device.type,
             "gpu": 0 if on_cpu else index,
             "capability": None if on_cpu else list(torch.cuda.get_device_capability(self._device)),
-            "seed": (seed + index) % 2**31,
+            "seed": (self._seed + index) % 2**31,
             "memory_fraction": memory_fraction,
             "max_batch": config.max_batch,
             "max_prefill_tokens": config.max_prefill_tokens,
@@ -133,17 +122,49 @@ class SGLangEngine:
         }
         host = HostProcess(
             {"settings": settings, "args": config.args},
-            log=log_dir / f"sglang_{'cpu' if on_cpu else 'gpu'}{index}.log",
+            log=self._log_dir / f"sglang_{'cpu' if on_cpu else 'gpu'}{index}.log",
             environment=child_environment(os.environ) | (_CPU_ENVIRONMENT if on_cpu else {}),
-            hint=f"lower engine.memory_fraction (now {config.memory_fraction}) or engine.max_batch "
-            f"(now {config.max_batch})",
+            hint=lambda log: memory_hint(log, config),
+            hang_timeout=config.hang_timeout,
         )
         try:
             host.wait_ready()
         except BaseException:
             host.stop()
             raise
-        return host
+        self._host = host
+
+    # ---- losses
+
+    @property
+    def lost(self) -> bool:
+        """Whether this rank's engine process has died or hangs; False on ranks that hold none."""
+        return self._host is not None and self._host.error is not None
+
+    def restart(self) -> None:
+        """A new engine process in place of the old: without weights, its memory taken. All the group's ranks call it.
+
+        EngineLostError when `engine.max_restarts` are used up, with the error of the present loss; or when the new
+        one does not start.
+        """
+        if self._restarts == self._config.max_restarts:
+            error = self._host.error if self._host is not None else None
+            used = f"engine.max_restarts: {self._restarts} restarts are used up"
+            raise EngineLostError(f"{error or 'the engine is lost'}\n{used}; raise it to go on longer")
+        self._restarts += 1
+        self._released.clear()
+        self._rids.clear()
+        self._aborted.clear()
+        self._opened, self._num_syncs, self.policy_version = False, 0, -1
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the new one's share is of what it finds free
+        self._lead(self._end)
+        self._start()
+
+    def _end(self) -> None:
+        old = self._leader()
+        if not old.stop():
+            raise EngineLostError(f"{old.error}\nIts processes (group {old.pid}) cannot be ended: no new one starts")
 
     # ---- generation
 
@@ -159,11 +180,17 @@ class SGLangEngine:
         model = self._model
         check_request(request, context_length=model.context_length, vocab_size=model.vocab_size, has_decoder=True)
         self._rids[request.id] = set()
+        answers = [asyncio.ensure_future(self._one(host, request, i)) for i in range(request.n)]
         try:
-            return list(await asyncio.gather(*(self._one(host, request, i) for i in range(request.n))))
+            return list(await asyncio.gather(*answers))
+        except EngineLostError as error:
+            await asyncio.wait(answers)  # they have their error as well
+            finished = {i: answer.result() for i, answer in enumerate(answers) if answer.exception() is None}
+            raise EngineLostError(str(error), finished) from None
         finally:
-            if left := self._rids.pop(request.id):  # cancelled, or another answer failed
-                host.submit("abort", rids=sorted(left))
+            if left := self._rids.pop(request.id, None):  # cancelled, or another answer failed
+                with contextlib.suppress(EngineLostError):
+                    host.submit("abort", rids=sorted(left))
             self._aborted.discard(request.id)
 
     async def _one(self, host: HostProcess, request: GenerateRequest, number: int) -> Completion:
@@ -205,7 +232,8 @@ class SGLangEngine:
         for name in [r for r in self._rids if request_id in (None, r)]:
             self._aborted.add(name)
             if self._rids[name]:
-                self._leader().submit("abort", rids=sorted(self._rids[name]))
+                with contextlib.suppress(EngineLostError):  # who waits for the answers gets it
+                    self._leader().submit("abort", rids=sorted(self._rids[name]))
 
     # ---- weights and memory
 
@@ -214,62 +242,97 @@ class SGLangEngine:
         self.load_groups([list(weights)], version)
 
     def load_groups(self, groups: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> None:
-        """Copy the policy's tensors into the engine as `version`. Every rank of the engine calls it.
+        """Copy the policy's tensors into the engine as `version`. Every rank of the job calls it.
 
-        They must come in the layout's order. The first time, and then every `sync.verify_every` times, `groups` is
-        gone through once more and each value compared with what the engine holds.
+        They must come in the layout's order. After an engine's start, and then every `sync.verify_every` times,
+        `groups` is gone through once more and each value compared with what the engine holds. EngineLostError comes
+        when this rank has gone through all groups, as making them takes all ranks.
         """
         if "weights" in self._released:
             raise RuntimeError("the engine's weights are offloaded: call onload(('weights',)) first")
-        if self._sender is None:
-            self._sender = self._open()
-        self._pass("receive", groups, version)
         every = self._sync.verify_every
-        if self._num_syncs == 0 or (every and self._num_syncs % every == 0):
-            report = self._pass("verify", groups, version)
-            if wrong := report["differing"]:
-                raise RuntimeError(
-                    f"the engine holds other weights than the trainer after the sync of version {version}: "
-                    + ", ".join(f"{name} ({count} values)" for name, count in wrong.items())
-                )
+        loaders = ["receive"]
+        if self._agree(self._num_syncs == 0 or (every > 0 and self._num_syncs % every == 0)):
+            loaders.append("verify")
+        lost: EngineLostError | None = None
+        for loader in loaders:
+            walk = iter(groups)
+            try:
+                if lost is None:
+                    report = self._pass(loader, walk, version)
+            except EngineLostError as error:
+                lost = error
+            if lost is not None:
+                for _ in walk:
+                    pass
+        if lost is not None:
+            raise lost
+        if wrong := report.get("differing"):
+            raise RuntimeError(
+                f"the engine holds other weights than the trainer after the sync of version {version}: "
+                + ", ".join(f"{name} ({count} values)" for name, count in wrong.items())
+            )
         self._num_syncs += 1
         self.policy_version = version
 
-    def _open(self) -> BucketSender:
+    def _open(self) -> None:
         """Lend this rank's buffers to the engine's processes, and let them learn where each tensor goes."""
-        plan = plan_buckets(self._model.layout, self._sync.bucket_mib << 20)
-        handle, name = tempfile.mkstemp(prefix="lightrl_mailbox_")
-        os.close(handle)
-        sender = BucketSender(plan, self._device, Path(name))
-        payloads = self._gather(sender.introduction())
-        sender.mailbox.begin()
-        self._barrier()
-        if self._member == 0:
-            self._leader().call("update", loader=_LOADERS + "open_buffers", payloads=payloads, flush=False)
-        self._barrier()
+        if self._sender is None:
+            plan = plan_buckets(self._model.layout, self._sync.bucket_mib << 20)
+            handle, name = tempfile.mkstemp(prefix="lightrl_mailbox_")
+            os.close(handle)
+            self._sender = BucketSender(plan, self._device, Path(name))
+        payloads = self._gather(self._sender.introduction())
         try:
-            sender.mailbox.wait("drained", len(plan.buckets) + 1, timeout=1)
+            self._round("open_buffers", payloads, self._sender.wait_done)
         except MailboxError as error:
             raise UserError(f"engine.kind: SGLang cannot take this model's weights: {error}") from None
-        return sender
+        self._opened = True
 
     def _pass(self, loader: str, groups: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> dict[str, Any]:
         """Send everything once; the report of this rank's receiver.
 
         Cached prefixes are of the old weights. They are gone already where the KV cache was released since.
         """
+        if not self._opened:
+            self._open()
+        sender = self._sender
+        assert sender is not None
+        payloads = [EMPTY_PAYLOAD] * self._config.tensor_parallel
+        flush = loader == "receive" and "kv_cache" not in self._released
+        return self._round(
+            loader, payloads, lambda check: sender.send(groups, check), flush=flush, version=str(version)
+        )
+
+    def _round(
+        self,
+        loader: str,
+        payloads: Sequence[str],
+        work: Callable[[Callable[[], None] | None], dict[str, Any]],
+        flush: bool = False,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """Let the engine's processes run a loader while this rank does its part of it; the loader's report."""
         assert self._sender is not None
-        self._sender.mailbox.begin()
+        mailbox, host, done = self._sender.mailbox, self._host, None
+        limit = self._sender.timeout = 0.8 * self._config.hang_timeout
+        mailbox.begin()
         self._barrier()
-        host, done = self._host, None
-        if host is not None:
-            payloads = [EMPTY_PAYLOAD] * self._config.tensor_parallel
-            flush = loader == "receive" and "kv_cache" not in self._released
-            done = host.submit("update", loader=_LOADERS + loader, payloads=payloads, flush=flush, version=str(version))
-        report = self._sender.send(groups, None if host is None else host.check)
-        if done is not None:
-            done.result(120)
-        return report
+        try:
+            if host is None:
+                return work(None)
+            done = host.submit("update", loader=_LOADERS + loader, payloads=payloads, flush=flush, **fields)
+            report = work(host.check)
+            host.wait(done, limit, loader)
+            return report
+        except MailboxTimeoutError:
+            why = f"took no weights for {limit:.0f} s ({loader})"
+            raise EngineLostError(f"the SGLang engine {why}") if host is None else host.give_up(why) from None
+        except BaseException as error:
+            mailbox.fail(f"the trainer has given up: {type(error).__name__}: {error}")
+            if done is not None:
+                wait([done], 5)  # before the next round the receiver must be out of this one
+            raise
 
     def flush_cache(self) -> None:
         """Forget cached prefixes."""
@@ -277,31 +340,43 @@ class SGLangEngine:
             self._host.call("flush")
 
     def offload(self, tags: tuple[str, ...] = _TAGS) -> None:
-        """Release memory by tag; what is released already stays so. Every rank of the group calls it."""
+        """Release memory by tag; what is released already stays so. Every rank of the group calls it.
+
+        A lost engine has none: the next call that needs the engine says that it is lost.
+        """
         _check_tags(tags)
         if self._rids:
             raise RuntimeError(f"{len(self._rids)} requests are under way: await or abort them before offload")
         for tag in (t for t in reversed(_TAGS) if t in tags and t not in self._released):
             before = self._free_memory()
-            if self._host is not None:
-                self._host.call("release", tags=[tag])
-            self._barrier()  # the others' GPUs are free as well now
+            self._lead(partial(self._release, tag))  # the others' GPUs are free as well then
             self._room[tag] = max(self._room.get(tag, 0), self._free_memory() - before)
             self._released.add(tag)
+
+    def _release(self, tag: str) -> None:
+        with contextlib.suppress(EngineLostError):
+            self._leader().call("release", tags=[tag])
 
     def room(self, tag: str) -> int:
         """Bytes of this rank's GPU that `onload` of `tag` will take; 0 while they are taken."""
         return self._room[tag] if tag in self._released else 0
 
     def onload(self, tags: tuple[str, ...] = _TAGS) -> None:
-        """Take released memory again. After `weights`, new ones must be loaded before generating."""
+        """Take released memory again. After `weights`, new ones must be loaded before generating.
+
+        Of a lost engine the weights seem to be taken: loading them is what raises, once all ranks are through.
+        """
         _check_tags(tags)
         new = [t for t in _TAGS if t in tags and t in self._released]
         if not new:
             return
         self._barrier()  # the others have made room as well
         if self._host is not None:
-            self._host.call("resume", tags=new)
+            try:
+                self._host.call("resume", tags=new)
+            except EngineLostError:
+                if "weights" not in new:
+                    raise
         self._released.difference_update(new)
 
     def close(self) -> None:
@@ -310,8 +385,8 @@ class SGLangEngine:
             return
         self._closed = True
         if self._host is not None:
-            if self._sender is not None:
-                with contextlib.suppress(RuntimeError, TimeoutError):  # it may have died
+            if self._opened:
+                with contextlib.suppress(RuntimeError):  # it may be lost
                     payloads = [EMPTY_PAYLOAD] * self._config.tensor_parallel
                     self._host.call("update", 10.0, loader=_LOADERS + "close_buffers", payloads=payloads, flush=False)
             self._host.stop()
@@ -328,95 +403,38 @@ class SGLangEngine:
             raise RuntimeError("only the first rank of engine.tensor_parallel consecutive ones generates")
         return self._host
 
+    def _lead(self, work: Callable[[], None]) -> None:
+        """What the first rank does; the others wait, and fail where it fails."""
+        error: Exception | None = None
+        if self._member == 0:
+            try:
+                work()
+            except Exception as caught:
+                error = caught
+        text = self._gather(None if error is None else str(error))[0]
+        if error is not None:
+            raise error
+        if text is not None:
+            raise EngineLostError(text)
+
+    def _agree(self, wanted: bool) -> bool:
+        """Whether any rank of the job wants it: all must go through the weights equally often."""
+        if not dist.is_initialized():
+            return wanted
+        flag = torch.tensor(int(wanted), device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
     def _barrier(self) -> None:
         if self._group is not None:
             dist.barrier(group=self._group)
 
-    def _gather(self, payload: str) -> list[Any]:
+    def _gather(self, payload: str | None) -> list[Any]:
         if self._group is None:
             return [payload]
         payloads: list[Any] = [None] * self._config.tensor_parallel
         dist.all_gather_object(payloads, payload, group=self._group)
         return payloads
-
-
-class Stops:
-    """Ends of an answer that SGLang cannot see: strings (it has no tokenizer here), and ids while it ignores EOS."""
-
-    def __init__(self, sampling: SamplingParams, decode: Callable[[list[int]], str]) -> None:
-        self._ids = frozenset(sampling.stop_token_ids)
-        self._strings = sampling.stop
-        self._decode = decode
-        self.found = False
-
-    def end(self, tokens: list[int]) -> int | None:
-        """Length of the answer with its end, None if there is none yet."""
-        by_id = next((i + 1 for i, token in enumerate(tokens) if token in self._ids), None)
-        shown = tokens[:by_id]
-        if not any(s in self._decode(shown) for s in self._strings):
-            return by_id
-        low, high = 1, len(shown)  # the shortest prefix whose text has a stop string
-        while low < high:
-            middle = (low + high) // 2
-            text = self._decode(shown[:middle])
-            if any(s in text for s in self._strings):
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
-
-def needs_watching(sampling: SamplingParams) -> bool:
-    return bool(sampling.stop) or (sampling.ignore_eos and bool(sampling.stop_token_ids))
-
-
-def sampling_parameters(model: Model, request: GenerateRequest, number: int) -> dict[str, Any]:
-    """SGLang's sampling parameters.
-
-    EOS ids are given as stop ids: without a tokenizer it knows only some. Nucleus sampling gets a top_k that cuts
-    nothing: without one SGLang does not say what the kept tokens sum up to.
-    """
-    sampling = request.sampling
-    room = model.context_length - len(request.tokens)
-    parameters: dict[str, Any] = {
-        "max_new_tokens": min(sampling.max_new_tokens, room),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or (model.vocab_size if sampling.top_p < 1 else -1),
-        "ignore_eos": sampling.ignore_eos,
-        "stop_token_ids": _stop_ids(model, sampling),
-    }
-    if needs_watching(sampling):
-        parameters["stream_interval"] = _WATCH_EVERY
-    if request.seeds is not None:
-        parameters["sampling_seed"] = request.seeds[number] % 2**31
-    return parameters
-
-
-def _stop_ids(model: Model, sampling: SamplingParams) -> list[int]:
-    """Ids at which SGLang itself ends an answer."""
-    return [] if sampling.ignore_eos else sorted({*model.eos_token_ids, *sampling.stop_token_ids})
-
-
-def completion_of(
-    model: Model, request: GenerateRequest, output: dict[str, Any], stops: Stops | None, policy_version: int
-) -> Completion:
-    """SGLang's answer, cut where `stops` finds an end. RuntimeError for one that cannot be trusted."""
-    request_id = request.id
-    if output["matched"] == "NaN happened":
-        raise RuntimeError(f"the model gave logits that are not finite, for request {request_id!r}")
-    tokens, logprobs = output["tokens"], output["logprobs"]
-    status = _STATUS.get(output["reason"])
-    if status is None:
-        raise RuntimeError(f"request {request_id!r} ended for an unknown reason: {output['reason']}")
-    if stops is not None and (end := stops.end(tokens)) is not None:
-        tokens, logprobs, status = tokens[:end], logprobs[:end], Status.COMPLETED
-    if status is Status.TRUNCATED and tokens[-1] in _stop_ids(model, request.sampling):
-        status = Status.COMPLETED  # SGLang looks at the length first, and not at what the last token is
-    if len(logprobs) != len(tokens):
-        raise RuntimeError(f"request {request_id!r}: {len(logprobs)} log-probs for {len(tokens)} tokens")
-    version = int(output["version"]) if str(output["version"]).isdigit() else policy_version
-    return Completion(tokens=tokens, logprobs=logprobs, status=status, policy_versions=[version] if tokens else [])
 
 
 def check_platform(environment: Any, device: torch.device) -> None:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lightrl.engine.sglang import Model, version_problem
+from lightrl.engine.sglang import version_problem
 from lightrl.engine.sglang_http import RefusedError, Server, ServerError
+from lightrl.engine.sglang_requests import Model
 from lightrl.errors import UserError
 
 _PROBE = 60.0  # seconds

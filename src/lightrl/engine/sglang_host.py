@@ -16,7 +16,9 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -50,6 +52,7 @@ def main() -> None:
         return
     try:
         engine = _start(first)
+        engine.loop.run_until_complete(_warm_up(engine))
     except BaseException as error:
         traceback.print_exc()
         kind = "user_error" if isinstance(error, _WrongArgument) else "error"
@@ -57,7 +60,7 @@ def main() -> None:
         raise SystemExit(1) from None
     connection.sendall(frames.encode({"id": 0, "result": {"seeds": _honours_seeds(engine)}}))
     connection.setblocking(False)
-    engine.loop.run_until_complete(_Service(engine, connection).run())
+    engine.loop.run_until_complete(_Service(engine, connection, first["hang_timeout"]).run())
     engine.shutdown()
 
 
@@ -136,17 +139,30 @@ def _defaults(settings: dict[str, Any], known: set[str]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in known and value is not None}
 
 
+async def _warm_up(engine: Any) -> None:
+    """One answer, of weights that mean nothing: what is compiled at the first batch takes its time now, while nobody
+    takes silence for a hang."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    sampling = {"max_new_tokens": 2, "ignore_eos": True, "temperature": 1.0}
+    request = GenerateReqInput(input_ids=[0] * 4, sampling_params=sampling, rid="warm-up", return_logprob=True)
+    async for _ in engine.tokenizer_manager.generate_request(request, None):
+        pass
+
+
 def _honours_seeds(engine: Any) -> bool:
     return bool(getattr(engine.server_args, "enable_deterministic_inference", False))
 
 
 class _Service:
-    """Answers messages; every one runs as a task of its own."""
+    """Answers messages, every one in a task of its own, and says that this process and SGLang's live."""
 
-    def __init__(self, engine: Any, connection: socket.socket) -> None:
+    def __init__(self, engine: Any, connection: socket.socket, hang_timeout: float) -> None:
         self._engine = engine
         self._manager = engine.tokenizer_manager
         self._connection = connection
+        self._hang_timeout = hang_timeout
+        self._pending: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._live: set[str] = set()
         self._aborted: set[str] = set()
@@ -154,9 +170,39 @@ class _Service:
 
     async def run(self) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=1 << 20)
-        reading = asyncio.create_task(self._read(reader))
+        running = [asyncio.create_task(self._read(reader)), asyncio.create_task(self._pulse())]
         await self._closing.wait()
-        reading.cancel()
+        for task in running:
+            task.cancel()
+
+    async def _pulse(self) -> None:
+        """Say that this process lives; and when SGLang, which has something to do, gives no sign for too long, say so.
+
+        A sign is anything that its schedulers send, and they are asked for one: they answer between two batches.
+        """
+        every, limit = self._hang_timeout / 15, self._hang_timeout * 0.75
+        before = heard = time.monotonic()
+        seen: float | None = None
+        ping: asyncio.Task[Any] | None = None
+        while True:
+            self._writer.write(frames.encode({"beat": True}))
+            await asyncio.sleep(every)
+            now, stamp = time.monotonic(), self._manager.last_receive_tstamp
+            if stamp != seen or now - before > every + limit / 4 or not self._asked():  # or this process was stopped
+                seen, heard = stamp, now
+            elif now - heard > limit / 4 and (ping is None or ping.done()):
+                ping = asyncio.create_task(self._manager.get_internal_state())
+                ping.add_done_callback(lambda task: task.cancelled() or task.exception())
+            before = now
+            if now - heard > limit:
+                work = ", ".join(f"{count} x {name}" for name, count in self._pending.items() if count)
+                hung = f"did not answer for {now - heard:.0f} s: SGLang's scheduler is stuck (under way: {work})"
+                self._writer.write(frames.encode({"hung": hung}))
+                return
+
+    def _asked(self) -> bool:
+        """Whether SGLang is to answer. While it takes weights it waits for the trainer, which watches it then."""
+        return self._pending.total() > 0 and not self._pending["update"]
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         import json
@@ -175,6 +221,7 @@ class _Service:
 
     async def _answer(self, message: dict[str, Any]) -> None:
         operation: Callable[..., Coroutine[Any, Any, Any]] = getattr(self, f"_do_{message['op']}")
+        self._pending[message["op"]] += 1
         try:
             answer: dict[str, Any] = {"result": await operation(message)}
         except ValueError as error:
@@ -182,6 +229,8 @@ class _Service:
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            self._pending[message["op"]] -= 1
         if not self._closing.is_set():
             self._writer.write(frames.encode({"id": message["id"]} | answer))
 

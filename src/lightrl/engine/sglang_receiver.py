@@ -8,7 +8,7 @@ then is those copies and nothing else. The rehearsal also shows what the model s
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightrl.sync.buckets import TIMEOUT, Plan, Slot
+from lightrl.sync.buckets import Plan, Slot
 from lightrl.sync.mailbox import Mailbox
 from lightrl.sync.shared import open_shared, release_shared, synchronize
 
@@ -78,7 +78,7 @@ class Receiver:
     def run(self, use: Callable[[list[tuple[str, Tensor, Tensor]]], None]) -> None:
         """Wait for each bucket, `use` it, let go of it."""
         for number, bucket in enumerate(self.parts):
-            self.mailbox.wait("filled", number + 1, timeout=TIMEOUT)
+            self.mailbox.wait("filled", number + 1, timeout=None, check=self.mailbox.check_sender)
             use(bucket)
             synchronize(self.buffers[0].device)  # only now may the trainer fill the buffer again
             self.mailbox.set("drained", number + 1)
@@ -95,7 +95,7 @@ def open_buffers(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
     with _reported(mailbox):
         plan = Plan.from_json(message["plan"])
         parts = []
-        for number, bucket in enumerate(rehearse(model, plan)):
+        for number, bucket in enumerate(rehearse(model, plan, beat=mailbox.beat)):
             buffer = buffers[number % len(buffers)]
             parts.append(
                 [(s.name, c.source(s.view(buffer), s.start), c.target) for s, copies in bucket for c in copies]
@@ -144,7 +144,9 @@ def close_buffers(model: nn.Module, _: Sequence[tuple[str, Tensor]]) -> None:
     release_shared()
 
 
-def rehearse(model: nn.Module, plan: Plan) -> list[list[tuple[Slot, list[Copy]]]]:
+def rehearse(
+    model: nn.Module, plan: Plan, beat: Callable[[], None] = lambda: None
+) -> list[list[tuple[Slot, list[Copy]]]]:
     """The copies `model.load_weights` makes for each tensor of the plan, by bucket; nothing is copied.
 
     Raises ValueError for tensors the model skips, parameters that get no or not all of their values, and models that
@@ -153,7 +155,7 @@ def rehearse(model: nn.Module, plan: Plan) -> list[list[tuple[Slot, list[Copy]]]
     slots = [slot for bucket in plan.buckets for slot in bucket]
     tensors = {s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device="meta") for s in slots}
     with torch.no_grad(), _Rehearsal(tensors) as notes:
-        model.load_weights(list(tensors.items()))  # type: ignore[operator]
+        model.load_weights(_told(tensors.items(), beat))  # type: ignore[operator]
     if skipped := [name for name in tensors if name not in notes.copies]:
         raise ValueError(
             f"the engine's {type(model).__name__} takes nothing from {_few(skipped)}: its names are not those of a "
@@ -167,6 +169,13 @@ def _copies_of(slot: Slot, copies: list[Copy]) -> list[Copy]:
     if slot.is_whole:
         return copies
     return [block for copy in copies for block in copy.within(slot.start, slot.start + slot.count)]
+
+
+def _told(weights: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
+    """The same; a large model's take their time, and who waits should know that something happens."""
+    for weight in weights:
+        beat()
+        yield weight
 
 
 class _Rehearsal(TorchDispatchMode):

@@ -23,8 +23,8 @@ from lightrl.config.schema import EngineConfig, SyncConfig
 from lightrl.engine import sglang_checks as checks
 from lightrl.engine.base import Completion, GenerateRequest
 from lightrl.engine.sampling import check_request
-from lightrl.engine.sglang import Model, Stops, completion_of, needs_watching, sampling_parameters
 from lightrl.engine.sglang_http import PAUSES, RefusedError, Server, ServerError, UnreachableError
+from lightrl.engine.sglang_requests import Model, Stops, completion_of, needs_watching, sampling_parameters
 from lightrl.errors import UserError
 from lightrl.sync.broadcast import BroadcastSync
 from lightrl.sync.disk import DiskSync

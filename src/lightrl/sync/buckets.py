@@ -22,7 +22,7 @@ from lightrl.sync.mailbox import Mailbox
 from lightrl.sync.shared import SharedBuffers, synchronize
 
 ALIGNMENT = 256  # bytes; every tensor starts on one, so that any dtype may be viewed
-TIMEOUT = 120.0  # seconds that one bucket may take
+TIMEOUT = 120.0  # seconds without a sign from the engine
 
 
 Layout = Iterable[tuple[str, Sequence[int], torch.dtype]]
@@ -149,6 +149,7 @@ class BucketSender:
             buffer = self.shared.buffers[number % len(self.shared.buffers)]
             for slot in bucket:
                 self._places.setdefault(slot.name, []).append((number, slot, slot.view(buffer)))
+        self.timeout = TIMEOUT
 
     def introduction(self) -> str:
         """What the engine needs to open buffers and mailbox, in base64."""
@@ -183,7 +184,11 @@ class BucketSender:
         self._copy(filling, [], [], check, last=True)
         if (left := next(places, None)) is not None:
             self._refuse(f"nothing came for {left[0]}")
-        return self.mailbox.wait("drained", len(self.plan.buckets) + 1, timeout=TIMEOUT, check=check)
+        return self.wait_done(check)
+
+    def wait_done(self, check: Callable[[], None] | None = None) -> dict[str, Any]:
+        """The engine's report, when it has one."""
+        return self.mailbox.wait("drained", len(self.plan.buckets) + 1, timeout=self.timeout, check=check)
 
     def _refuse(self, reason: str) -> NoReturn:
         self.mailbox.fail(reason)
@@ -198,7 +203,7 @@ class BucketSender:
         last: bool = False,
     ) -> None:
         """Into bucket `number`; after its last tensors the engine may have it."""
-        self.mailbox.wait("drained", number + 1 - len(self.shared.buffers), timeout=TIMEOUT, check=check)
+        self.mailbox.wait("drained", number + 1 - len(self.shared.buffers), timeout=self.timeout, check=check)
         if targets:
             torch._foreach_copy_(targets, sources)
         if last:

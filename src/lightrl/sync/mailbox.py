@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-Counter = Literal["filled", "drained", "state"]
+Counter = Literal["filled", "drained", "state", "beat", "sender"]
 
 _SIZE = 1 << 16
-_OFFSETS: dict[Counter, int] = {"filled": 0, "drained": 8, "state": 16}
-_TEXT = 32  # length (int64), then the text itself
+_OFFSETS: dict[Counter, int] = {"filled": 0, "drained": 8, "state": 16, "beat": 24, "sender": 32}
+_TEXT = 40  # length (int64), then the text itself
 _PENDING, _DONE, _FAILED = 0, 1, 2
 
 
@@ -26,8 +27,15 @@ class MailboxError(RuntimeError):
     """The other side failed, died or did not answer; the message says which."""
 
 
+class MailboxTimeoutError(MailboxError):
+    """The other side gave no sign."""
+
+
 class Mailbox:
-    """One pair of processes. The sender counts `filled`, the receiver `drained`, and reports once a round."""
+    """One pair of processes. The sender counts `filled`, the receiver `drained`, and reports once a round.
+
+    `beat` counts what else the receiver gets done; `sender` is the sender's process id.
+    """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         self.path = path
@@ -38,14 +46,19 @@ class Mailbox:
             self._map = mmap.mmap(file.fileno(), _SIZE)
 
     def begin(self) -> None:
-        """A new round: all counters at 0, no report. The other side must not be in a round."""
+        """The sender's: a new round, all counters at 0, no report. The receiver must not be in a round."""
         self._map[:_TEXT] = bytes(_TEXT)
+        self.set("sender", os.getpid())
 
     def get(self, counter: Counter) -> int:
         return int(struct.unpack_from("<q", self._map, _OFFSETS[counter])[0])
 
     def set(self, counter: Counter, value: int) -> None:
         struct.pack_into("<q", self._map, _OFFSETS[counter], value)
+
+    def beat(self) -> None:
+        """The receiver's: something is done, though no bucket."""
+        self.set("beat", self.get("beat") + 1)
 
     def report(self, result: dict[str, Any]) -> None:
         """The receiver is done; `result` must be small."""
@@ -56,15 +69,16 @@ class Mailbox:
         self._post(_FAILED, reason)
 
     def wait(
-        self, counter: Counter, least: int, *, timeout: float, check: Callable[[], None] | None = None
+        self, counter: Counter, least: int, *, timeout: float | None, check: Callable[[], None] | None = None
     ) -> dict[str, Any]:
         """Return once `counter` is at least `least`; the report, when there is one.
 
-        Raises MailboxError when the other side failed or nothing came in `timeout` seconds. `check` is called now and
-        then and may raise as well, where the other process can be seen to have died.
+        Raises MailboxError when the other side failed, MailboxTimeoutError when neither `counter` nor `beat` moved in
+        `timeout` seconds (None: never). `check` is called now and then and may raise as well, where the other process
+        can be seen to have died.
         """
-        deadline = time.monotonic() + timeout
-        turns = 0
+        seen, turns = (0, 0), 0
+        since = looked = time.monotonic()
         while True:
             state = self.get("state")
             if state == _FAILED:
@@ -75,9 +89,21 @@ class Mailbox:
             if turns % 256 == 0:  # about every 20 ms
                 if check is not None:
                     check()
-                if time.monotonic() > deadline:
-                    raise MailboxError(f"nothing from the other side for {timeout:.0f} s")
+                now, sign = time.monotonic(), (self.get(counter), self.get("beat"))
+                if sign != seen or now - looked > 1:  # or this process was stopped itself
+                    seen, since = sign, now
+                looked = now
+                if timeout is not None and now - since > timeout:
+                    raise MailboxTimeoutError(f"nothing from the other side for {timeout:.0f} s")
             time.sleep(0 if turns < 64 else 5e-5)
+
+    def check_sender(self) -> None:
+        """Raise MailboxError if the sender's process is gone."""
+        pid = self.get("sender")
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            raise MailboxError(f"the trainer (process {pid}) is gone") from None
 
     def close(self) -> None:
         """Unmap; the file goes when whoever made it removes it."""
