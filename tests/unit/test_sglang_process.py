@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang_stand_in import HANG, install, wait_until_gone
 
 from lightrl.config.schema import EngineConfig
 from lightrl.engine import sglang
@@ -22,80 +23,6 @@ from lightrl.engine.sglang_process import HostProcess
 from lightrl.engine.sglang_requests import Stops
 from lightrl.errors import UserError
 
-# Its "scheduler" is a process that gives every line back. Prompts and model paths choose what goes wrong.
-STAND_IN = """
-import asyncio, os, signal, time
-
-class Manager:
-    def __init__(self):
-        self.aborted, self.last_receive_tstamp, self.lock = set(), 0.0, asyncio.Lock()
-    async def launch(self):
-        pipe = asyncio.subprocess.PIPE
-        self.scheduler = await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe)
-        self.watching = asyncio.create_task(self.watch())
-    async def watch(self):
-        code = await self.scheduler.wait()
-        print(f"Subprocess scheduler_0 crashed with exit code {code}", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    async def ask(self):
-        async with self.lock:
-            self.scheduler.stdin.write(b"?\\n")
-            await self.scheduler.stdout.readline()
-        self.last_receive_tstamp = time.time()
-    async def get_internal_state(self): await self.ask()
-    async def generate_request(self, request, _):
-        if request.input_ids == [13]: raise ValueError("too long")
-        if request.input_ids == [14]: raise KeyError("a defect")
-        if request.input_ids == [15]: await asyncio.sleep(1.2 * HANG)
-        tokens = []
-        for step in range(request.sampling_params["max_new_tokens"]):
-            await asyncio.sleep(0.01)
-            await self.ask()
-            if request.rid in self.aborted: break
-            tokens.append(step)
-            if request.stream: yield output(tokens, None)
-        yield output(tokens, "abort" if request.rid in self.aborted else "length")
-    def abort_request(self, rid): self.aborted.add(rid)
-    async def update_weights_from_tensor(self, request, _):
-        await asyncio.sleep(1.2 * HANG)  # it waits for the trainer and answers nobody
-        return True, ""
-
-def output(tokens, reason):
-    meta = {"output_token_logprobs": [[-0.5, t, None] for t in tokens], "finish_reason": reason and {"type": reason},
-            "weight_version": "7"}
-    return {"output_ids": tokens, "meta_info": meta}
-
-class Engine:
-    def __init__(self, **arguments):
-        self.server_args = arguments
-        print("starting with", sorted(arguments), flush=True)
-        if arguments["model_path"] == "full": raise RuntimeError("CUDA out of memory")
-        if arguments["model_path"] == "silent": time.sleep(600)
-        if arguments["model_path"] == "exits":
-            if os.fork() == 0: time.sleep(600)  # has the connection as well
-            os._exit(3)
-        self.loop, self.tokenizer_manager = asyncio.new_event_loop(), Manager()
-        self.loop.run_until_complete(self.tokenizer_manager.launch())
-    def get_all_child_pids(self): return [self.tokenizer_manager.scheduler.pid]
-    def shutdown(self): self.tokenizer_manager.scheduler.kill()
-"""
-HANG = 3.0
-SERVER_ARGS = """
-import dataclasses
-@dataclasses.dataclass
-class ServerArgs:
-    model_path: str
-    tp_size: int = 1
-    mem_fraction_static: float = 0.9
-    attention_backend: str = ""
-    cuda_graph_max_bs: int = 0
-"""
-IO_STRUCT = """
-class GenerateReqInput:
-    stream = False
-    def __init__(self, **fields): self.__dict__.update(fields)
-class UpdateWeightsFromTensorReqInput(GenerateReqInput): pass
-"""
 SETTINGS = {
     "model_path": "m", "dtype": "bfloat16", "trust_remote_code": False, "context_length": 64, "tensor_parallel": 1,
     "gpu": 0, "capability": [9, 0], "seed": 0, "memory_fraction": 0.5, "max_batch": 8, "max_prefill_tokens": 64,
@@ -105,14 +32,7 @@ SETTINGS = {
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., HostProcess]]:
-    package = tmp_path / "site" / "sglang"
-    (package / "srt" / "managers").mkdir(parents=True)
-    for folder in (package / "srt", package / "srt" / "managers"):
-        (folder / "__init__.py").touch()
-    (package / "__init__.py").write_text(STAND_IN.replace("HANG", str(HANG)))
-    (package / "srt" / "server_args.py").write_text(SERVER_ARGS)
-    (package / "srt" / "managers" / "io_struct.py").write_text(IO_STRUCT)
-    environment = sglang.child_environment({**os.environ, "PYTHONPATH": str(tmp_path / "site")})
+    environment = sglang.child_environment({**os.environ, "PYTHONPATH": str(install(tmp_path))})
     started: list[HostProcess] = []
 
     def begin(args: dict[str, Any] | None = None, start_timeout: float = 60, **settings: Any) -> HostProcess:
@@ -136,20 +56,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., HostProcess]]:
 def request(rid: str, length: int, **fields: Any) -> dict[str, Any]:
     sampling = {"max_new_tokens": length}
     return {"rid": rid, "tokens": [1], "sampling": sampling, "truncated": False, "watch": False, **fields}
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(*pids: int) -> None:
-    deadline = time.monotonic() + 15
-    while any(map(alive, pids)):
-        assert time.monotonic() < deadline, f"still there: {[p for p in pids if alive(p)]}"
-        time.sleep(0.05)
 
 
 def test_answers_errors_and_aborts(start: Callable[..., HostProcess], tmp_path: Path) -> None:
@@ -235,7 +141,7 @@ def test_a_stuck_scheduler_and_what_only_looks_like_one(start: Callable[..., Hos
     # a batch longer than the limit: the scheduler answers meanwhile; while it takes weights it does not, and need not
     long = host.submit("generate", **request("a", 1, tokens=[15]))
     assert long.result(15)["tokens"] == [0]
-    update = host.submit("update", payloads=[], loader="receive", flush=False)
+    update = host.submit("update", payloads=[], loader="", flush=False)
     assert update.result(15) == {}
     [scheduler] = host.call("pids")
     os.kill(scheduler, signal.SIGSTOP)

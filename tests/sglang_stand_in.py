@@ -1,0 +1,130 @@
+"""A package `sglang` that behaves, and misbehaves, as SGLang does, for tests of the process that holds it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+# Its "scheduler" is a process that gives every line back. Prompts and model paths choose what goes wrong.
+STAND_IN = """
+import asyncio, json, os, pathlib, signal, time
+from lightrl.sync.mailbox import Mailbox
+
+class Manager:
+    def __init__(self):
+        self.aborted, self.last_receive_tstamp, self.lock = set(), 0.0, asyncio.Lock()
+    async def launch(self):
+        pipe = asyncio.subprocess.PIPE
+        self.scheduler = await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe)
+        self.watching = asyncio.create_task(self.watch())
+    async def watch(self):
+        code = await self.scheduler.wait()
+        print(f"Subprocess scheduler_0 crashed with exit code {code}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    async def ask(self):
+        async with self.lock:
+            self.scheduler.stdin.write(b"?\\n")
+            await self.scheduler.stdout.readline()
+        self.last_receive_tstamp = time.time()
+    async def get_internal_state(self): await self.ask()
+    async def generate_request(self, request, _):
+        if request.input_ids == [13]: raise ValueError("too long")
+        if request.input_ids == [14]: raise KeyError("a defect")
+        if request.input_ids == [16] and "#0#" in request.rid: request.sampling_params["max_new_tokens"] = 2
+        if request.input_ids == [15]: await asyncio.sleep(1.2 * HANG)
+        tokens = []
+        for step in range(request.sampling_params["max_new_tokens"]):
+            await asyncio.sleep(0.01)
+            await self.ask()
+            if request.rid in self.aborted: break
+            tokens.append(step)
+            if request.stream: yield output(tokens, None)
+        yield output(tokens, "abort" if request.rid in self.aborted else "length")
+    def abort_request(self, rid): self.aborted.add(rid)
+    async def update_weights_from_tensor(self, request, _):
+        if not request.load_format: await asyncio.sleep(1.2 * HANG)  # it waits for the trainer and answers nobody
+        else: await asyncio.to_thread(self.take, request.load_format, request.serialized_named_tensors[0])
+        return True, ""
+    def take(self, loader, payload):
+        loader = loader.rsplit(".", 1)[1]
+        print("loader", loader, flush=True)
+        if loader == "open_buffers":
+            message = json.loads(payload)
+            self.count, self.mailbox = message["buckets"], Mailbox(pathlib.Path(message["mailbox"]))
+        elif loader != "close_buffers":
+            for number in range(1, self.count + 1):
+                self.mailbox.wait("filled", number, timeout=None, check=self.mailbox.check_sender)
+                self.mailbox.set("drained", number)
+        if loader != "close_buffers":
+            self.mailbox.report({"differing": {}})
+            self.mailbox.set("drained", self.count + 1)
+    async def flush_cache(self):
+        await self.ask()
+        return type("Flushed", (), {"success": True})
+    async def release_memory_occupation(self, request, _): await self.ask()
+    async def resume_memory_occupation(self, request, _): await self.ask()
+
+def output(tokens, reason):
+    meta = {"output_token_logprobs": [[-0.5, t, None] for t in tokens], "finish_reason": reason and {"type": reason},
+            "weight_version": "7"}
+    return {"output_ids": tokens, "meta_info": meta}
+
+class Engine:
+    def __init__(self, **arguments):
+        self.server_args = arguments
+        print("starting with", sorted(arguments), flush=True)
+        if arguments["model_path"] == "full": raise RuntimeError("CUDA out of memory")
+        if arguments["model_path"] == "silent": time.sleep(600)
+        if arguments["model_path"] == "exits":
+            if os.fork() == 0: time.sleep(600)  # has the connection as well
+            os._exit(3)
+        self.loop, self.tokenizer_manager = asyncio.new_event_loop(), Manager()
+        self.loop.run_until_complete(self.tokenizer_manager.launch())
+    def get_all_child_pids(self): return [self.tokenizer_manager.scheduler.pid]
+    def shutdown(self): self.tokenizer_manager.scheduler.kill()
+"""
+HANG = 3.0
+SERVER_ARGS = """
+import dataclasses
+@dataclasses.dataclass
+class ServerArgs:
+    model_path: str
+    tp_size: int = 1
+    mem_fraction_static: float = 0.9
+    attention_backend: str = ""
+    cuda_graph_max_bs: int = 0
+"""
+IO_STRUCT = """
+class GenerateReqInput:
+    stream = False
+    def __init__(self, **fields): self.__dict__.update(fields)
+class UpdateWeightsFromTensorReqInput(GenerateReqInput): pass
+class ReleaseMemoryOccupationReqInput(GenerateReqInput): pass
+class ResumeMemoryOccupationReqInput(GenerateReqInput): pass
+"""
+
+
+def install(folder: Path) -> Path:
+    """Write the package; returns what to put on the path."""
+    package = folder / "site" / "sglang"
+    (package / "srt" / "managers").mkdir(parents=True)
+    for inner in (package / "srt", package / "srt" / "managers"):
+        (inner / "__init__.py").touch()
+    (package / "__init__.py").write_text(STAND_IN.replace("HANG", str(HANG)))
+    (package / "srt" / "server_args.py").write_text(SERVER_ARGS)
+    (package / "srt" / "managers" / "io_struct.py").write_text(IO_STRUCT)
+    return package.parent
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(*pids: int) -> None:
+    deadline = time.monotonic() + 15
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, f"still there: {[p for p in pids if alive(p)]}"
+        time.sleep(0.05)

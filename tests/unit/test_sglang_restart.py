@@ -1,0 +1,211 @@
+"""Engines that are lost at any moment and started again, with a stand-in for SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_stand_in import HANG, install, wait_until_gone
+
+from lightrl.config.schema import EngineConfig, SyncConfig
+from lightrl.engine import sglang
+from lightrl.engine.base import EngineLostError, GenerateRequest, Restartable, SamplingParams
+from lightrl.engine.sglang import Model, SGLangEngine
+from lightrl.sync.buckets import BucketSender
+from lightrl.sync.mailbox import Mailbox, MailboxError, MailboxTimeoutError
+from lightrl.types import Status
+
+GROUPS = [[("a", torch.arange(300.0))], [("b", torch.ones(300))], [("c", torch.ones(300)), ("d", torch.ones(4))]]
+LAYOUT = [(name, tuple(tensor.shape), tensor.dtype) for group in GROUPS for name, tensor in group]
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SGLangEngine]:
+    """On a CPU; what it is told of the buffers is enough for the stand-in."""
+    monkeypatch.setenv("PYTHONPATH", str(install(tmp_path)))
+    monkeypatch.setattr(sglang, "check_platform", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(BucketSender, "introduction", introduction)
+    model = Model(
+        path=tmp_path, layout=LAYOUT, eos_token_ids=[0], decode=str, dtype=torch.float32, context_length=8000,
+        vocab_size=99,
+    )  # fmt: skip
+    config = EngineConfig(kind="sglang", hang_timeout=HANG, max_restarts=2)
+    sync = SyncConfig()
+    made = SGLangEngine(model, config, sync, device=torch.device("cpu"), log_dir=tmp_path)
+    yield made
+    made.close()
+    made.close()
+
+
+def introduction(sender: BucketSender) -> str:
+    message = {"mailbox": str(sender.mailbox.path), "buckets": len(sender.plan.buckets)}
+    return base64.b64encode(json.dumps(message).encode()).decode()
+
+
+def loaders(folder: Path) -> list[str]:
+    [log] = folder.glob("*.log")
+    return [line.split()[1] for line in log.read_text().splitlines() if line.startswith("loader ")]
+
+
+def request(name: str, length: int, *tokens: int, n: int = 1) -> GenerateRequest:
+    return GenerateRequest(id=name, tokens=list(tokens), sampling=SamplingParams(max_new_tokens=length), n=n)
+
+
+def host_of(engine: SGLangEngine) -> tuple[int, int]:
+    """Process ids of the host and of the scheduler."""
+    assert engine._host is not None
+    return engine._host.pid, engine._host.call("pids")[0]
+
+
+def lose(engine: SGLangEngine, work: GenerateRequest, end: Callable[[], None]) -> EngineLostError:
+    async def run() -> None:
+        task = asyncio.create_task(engine.generate(work))
+        await asyncio.sleep(0.5)
+        end()
+        await task
+
+    with pytest.raises(EngineLostError) as error:
+        asyncio.run(run())
+    return error.value
+
+
+def test_only_what_was_lost_is_lost(engine: SGLangEngine, tmp_path: Path) -> None:
+    assert isinstance(engine, Restartable)
+    engine.load_groups(GROUPS, 4)
+    assert not engine.lost
+    host, scheduler = host_of(engine)
+    # the first answer has two tokens, the others more than there is time for
+    error = lose(engine, request("x", 5000, 16, n=3), lambda: os.kill(scheduler, signal.SIGKILL))
+    assert "ended (exit code -9)" in str(error)
+    assert error.finished.keys() == {0}
+    assert error.finished[0].tokens == [0, 1]
+    assert error.finished[0].status is Status.TRUNCATED
+    assert engine.lost
+    engine.abort()
+    assert lose(engine, request("x", 1, 5), lambda: None).finished == {}
+    wait_until_gone(host, scheduler)
+
+    engine.restart()
+    assert not engine.lost
+    assert engine.policy_version == -1
+    with pytest.raises(RuntimeError, match="has no weights"):
+        asyncio.run(engine.generate(request("y", 3, 5)))
+    engine.load_groups(GROUPS, 4)
+    assert loaders(tmp_path) == ["open_buffers", "receive", "verify"] * 2  # what the new one holds is looked at again
+    engine.load_groups(GROUPS, 5)
+    assert loaders(tmp_path)[6:] == ["receive"]
+    [answer] = asyncio.run(engine.generate(request("x", 3, 5)))
+    assert answer.tokens == [0, 1, 2]
+
+
+def test_lost_while_idle_and_too_often(engine: SGLangEngine) -> None:
+    engine.load_groups(GROUPS, 1)
+    engine.offload()
+    for _ in range(2):
+        os.kill(host_of(engine)[0], signal.SIGKILL)
+        while not engine.lost:
+            time.sleep(0.05)
+        engine.offload()  # a dead engine holds no memory, and what was taken is consistent after the restart
+        engine.onload(("weights",))
+        engine.restart()
+        engine.onload()
+        engine.load_groups(GROUPS, 2)
+        assert asyncio.run(engine.generate(request("x", 1, 5)))[0].tokens == [0]
+        engine.offload(("kv_cache",))
+        engine.onload(("kv_cache",))
+    os.kill(host_of(engine)[0], signal.SIGKILL)
+    while not engine.lost:
+        time.sleep(0.05)
+    with pytest.raises(
+        EngineLostError, match=r"(?s)ended \(exit code -9\).*\nengine.max_restarts: 2 restarts are used up"
+    ):
+        engine.restart()
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (signal.SIGKILL, r"ended \(exit code -9\)"),
+        (signal.SIGSTOP, r"took no weights for 2 s \(receive\)|did not answer"),
+    ],
+)
+def test_lost_in_the_middle_of_a_sync(engine: SGLangEngine, end: signal.Signals, reason: str) -> None:
+    host, scheduler = host_of(engine)
+    walks: list[str] = []
+
+    class Groups:
+        """As the policy's: making one takes all ranks, so every rank must go through all, as often as the others."""
+
+        def __iter__(self) -> Iterator[Any]:
+            for number, group in enumerate(GROUPS):
+                if number == 1 and not walks.count("c"):
+                    time.sleep(0.3)  # the first bucket is taken
+                    os.kill(host, end)
+                walks.extend(name for name, _ in group[:1])
+                yield group
+
+    with pytest.raises(EngineLostError, match=reason):
+        engine.load_groups(Groups(), 1)
+    assert walks == ["a", "b", "c"] * 2
+    assert engine.lost
+    assert engine.policy_version == -1
+    engine.close()
+    wait_until_gone(host, scheduler)
+
+
+def test_a_trainer_that_gives_up_does_not_leave_the_engine_waiting(engine: SGLangEngine, tmp_path: Path) -> None:
+    def broken() -> Iterator[Any]:
+        yield GROUPS[0]
+        raise KeyError("a defect of the trainer")
+
+    engine.load_groups(GROUPS, 1)
+    with pytest.raises(KeyError):
+        engine.load_groups(broken(), 2)
+    assert "KeyError: 'a defect of the trainer'" in (tmp_path / "sglang_gpu0.log").read_text()
+    engine.load_groups(GROUPS, 2)
+    assert engine.policy_version == 2
+
+
+def test_a_receiver_waits_for_a_trainer_that_lives(tmp_path: Path) -> None:
+    sender = Mailbox(tmp_path / "mailbox", create=True)
+    receiver = Mailbox(tmp_path / "mailbox")
+    sender.begin()
+    receiver.check_sender()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    sender.set("sender", ended.pid)
+    with pytest.raises(MailboxError, match=rf"the trainer \(process {ended.pid}\) is gone"):
+        receiver.wait("filled", 1, timeout=None, check=receiver.check_sender)
+
+
+def test_a_sender_waits_for_a_receiver_that_gets_on(tmp_path: Path) -> None:
+    sender = Mailbox(tmp_path / "mailbox", create=True)
+    receiver = Mailbox(tmp_path / "mailbox")
+    sender.begin()
+
+    def slow() -> None:
+        for _ in range(10):
+            time.sleep(0.2)
+            receiver.beat()
+        receiver.set("drained", 1)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    assert sender.wait("drained", 1, timeout=1) == {}
+    thread.join()
+    with pytest.raises(MailboxTimeoutError, match="nothing from the other side"):
+        sender.wait("drained", 2, timeout=0.2)
