@@ -19,9 +19,8 @@ from transformers import LlamaConfig
 
 from lightrl.config.schema import EngineConfig, SyncConfig
 from lightrl.distributed.mesh import close_world
-from lightrl.engine.base import Engine, GenerateRequest, SamplingParams
+from lightrl.engine.base import Engine, EngineLostError, GenerateRequest, SamplingParams
 from lightrl.engine.sglang import Model, SGLangEngine
-from lightrl.engine.sglang_process import EngineDiedError
 from lightrl.sync.weights import sync_weights
 from lightrl.training.trainer import Trainer
 
@@ -121,6 +120,31 @@ def test_a_change_of_one_value_is_found(engine: SGLangEngine, model: torch.nn.Mo
     assert engine._pass("verify", [tensors], 7)["differing"] == {parts[0].name: 2}
 
 
+def test_an_engine_that_is_stopped_and_restarted(engine: SGLangEngine, model: torch.nn.Module) -> None:
+    """A short stop is no loss, and a long one is; the new engine gives the same answers."""
+    greedy = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
+    [before] = asyncio.run(engine.generate(GenerateRequest(id="a", tokens=[4, 5], sampling=greedy)))
+    [scheduler, *_] = engine._host.call("pids")
+
+    async def stopped(seconds: float) -> None:
+        sampling = SamplingParams(max_new_tokens=CONTEXT - 8, ignore_eos=True)
+        task = asyncio.create_task(engine.generate(GenerateRequest(id="x", tokens=[4], sampling=sampling, n=64)))
+        await asyncio.sleep(0.05)
+        os.kill(scheduler, signal.SIGSTOP)
+        if not (await asyncio.wait([task], timeout=seconds))[0]:
+            os.kill(scheduler, signal.SIGCONT)
+        await task
+
+    asyncio.run(stopped(6))  # it was asked for a sign meanwhile, and gives it
+    with pytest.raises(EngineLostError, match=r"scheduler is stuck \(under way: \d+ x generate\)"):
+        asyncio.run(stopped(60))
+    assert engine.lost
+    engine.restart()
+    engine.load_weights(((n, p.detach()) for n, p in model.named_parameters()), 7)
+    [after] = asyncio.run(engine.generate(GenerateRequest(id="a", tokens=[4, 5], sampling=greedy)))
+    assert after.tokens == before.tokens
+
+
 # ---- runs
 
 
@@ -150,7 +174,7 @@ def test_reward_rises_then_the_engine_dies(tmp_path: Path) -> None:
             os.kill(scheduler, signal.SIGKILL)
             await task
 
-        with pytest.raises(EngineDiedError, match=r"The end of .*sglang_cpu0\.log"):
+        with pytest.raises(EngineLostError, match=r"The end of .*sglang_cpu0\.log"):
             asyncio.run(killed())
     finally:
         trainer.close()

@@ -25,8 +25,8 @@ from lightrl.errors import UserError
 
 SETTINGS = {
     "model_path": "m", "dtype": "bfloat16", "trust_remote_code": False, "context_length": 64, "tensor_parallel": 1,
-    "gpu": 0, "capability": [9, 0], "seed": 0, "memory_fraction": 0.5, "max_batch": 8, "max_prefill_tokens": 64,
-    "port": 1,
+    "device": "cuda", "gpu": 0, "capability": [9, 0], "seed": 0, "memory_fraction": 0.5, "max_batch": 8,
+    "max_prefill_tokens": 64, "port": 1,
 }  # fmt: skip
 
 
