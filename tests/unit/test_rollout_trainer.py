@@ -11,6 +11,7 @@ from fake_engine import MortalEngine
 from tiny_run import count_letter
 
 from lightrl.distributed.mesh import close_world
+from lightrl.engine.base import EngineLostError
 from lightrl.errors import UserError
 from lightrl.training.trainer import Trainer
 from lightrl.types import Status
@@ -155,6 +156,31 @@ def test_an_engine_that_dies_costs_only_the_answers_that_were_lost(trainer_for, 
     evaluated = [json.loads((tmp_path / f / "run/metrics.jsonl").read_text().splitlines()[-1]) for f in ("two", "one")]
     for name in ("eval/few/avg@1", "eval/few/length_mean", "eval/few/prompts"):
         assert evaluated[0][name] == pytest.approx(evaluated[1][name], abs=1e-6)
+
+
+def test_an_engine_that_died_while_it_idled_is_restarted_too(trainer_for):
+    class Idling(MortalEngine):
+        def load_weights(self, *args, **kwargs):
+            super().load_weights(*args, **kwargs)
+            if self.lost:
+                raise EngineLostError("the engine died")
+
+    reference, broken = trainer_for(), trainer_for(folder="two")
+    engine = mortal(broken)
+    engine.__class__ = Idling
+    for trainer in (reference, broken):
+        trainer.step(trainer.source.next(3))
+    engine.lost = True
+    for trainer in (reference, broken):
+        trainer.step(trainer.source.next(3))
+    engine.lost = True
+    assert broken.evaluate().keys() == reference.evaluate().keys()
+    assert engine.num_restarts == 1  # nothing is evaluated here, and nobody asked it for an answer
+    assert engine.lost
+    broken.step(broken.source.next(3))
+    reference.step(reference.source.next(3))
+    assert engine.num_restarts == 2
+    assert all(torch.equal(a, b) for a, b in zip(weights(broken), weights(reference), strict=True))
 
 
 def test_gate_of_the_last_evaluation_is_the_exit_status(tmp_path, capsys):

@@ -119,6 +119,7 @@ def test_lost_while_idle_and_too_often(engine: SGLangEngine) -> None:
             time.sleep(0.05)
         engine.offload()  # a dead engine holds no memory, and what was taken is consistent after the restart
         engine.onload(("weights",))
+        assert lose(engine, request("y", 1, 5), lambda: None).finished == {}
         engine.restart()
         engine.onload()
         engine.load_groups(GROUPS, 2)

@@ -171,6 +171,7 @@ class SGLangEngine:
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """All `n` answers of one request, in order; ValueError for one that can never be served."""
         host = self._leader()
+        host.check()
         if self._released:
             raise RuntimeError(f"the engine is offloaded ({', '.join(sorted(self._released))}): call onload first")
         if self.policy_version < 0:

@@ -7,6 +7,7 @@ Every rank runs this same code. `Trainer.step` is the algorithm; `Trainer.train`
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -21,7 +22,7 @@ from lightrl.config.load import holds_run, used_dir_fault
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
 from lightrl.distributed.mesh import deal, init_world, set_deterministic
-from lightrl.engine.base import SamplingParams
+from lightrl.engine.base import EngineLostError, SamplingParams
 from lightrl.errors import UserError
 from lightrl.models import load
 from lightrl.models.export import export_hf
@@ -141,7 +142,7 @@ class Trainer:
         tally, algorithm = Tally(), self.config.algorithm
         timer = StageTimer()
         with timer("sync"):
-            sync_weights(self.policy, self.engine, self.policy_version, self.state)
+            self._sync_engine()
         selection = self.selection(prompts, source)
         with timer("generate"):
             groups = self.collect(prompts, selection)
@@ -236,6 +237,11 @@ class Trainer:
             raise UserError(f"{text}: nothing to train on; look at the samples' rewards, or raise rollout.max_draws")
         self.console.warning(f"step {self.steps_done + 1}: {text}; raise rollout.max_draws or oversample_prompts")
 
+    def _sync_engine(self) -> None:
+        """Give the engine the present weights. One that was lost while it idled is restarted when it is to generate."""
+        with contextlib.suppress(EngineLostError):
+            self._renew_engine()
+
     def _renew_engine(self) -> None:
         sync_weights(self.policy, self.engine, self.policy_version, self.state)
 
@@ -329,7 +335,7 @@ class Trainer:
         """Metrics of all `[[eval.sets]]` for the present weights."""
         timer = StageTimer()
         with timer("evaluate"):
-            sync_weights(self.policy, self.engine, self.policy_version, self.state)
+            self._sync_engine()
             metrics = evaluate(
                 self.engine,
                 self.eval_sets,
