@@ -7,7 +7,7 @@ from pathlib import Path
 
 # Its "scheduler" is a process that gives every line back. Prompts and model paths choose what goes wrong.
 STAND_IN = """
-import asyncio, json, os, pathlib, signal, time
+import asyncio, json, os, pathlib, signal, subprocess, time
 from lightrl.sync.mailbox import Mailbox
 
 class Manager:
@@ -73,6 +73,7 @@ class Engine:
     def __init__(self, **arguments):
         self.server_args = arguments
         print("starting with", sorted(arguments), flush=True)
+        if arguments["model_path"] == "orphan": print("sleeper", subprocess.Popen(["sleep", "600"]).pid, flush=True)
         if arguments["model_path"] == "full": raise RuntimeError("CUDA out of memory")
         if arguments["model_path"] == "silent": time.sleep(600)
         if arguments["model_path"] == "exits":

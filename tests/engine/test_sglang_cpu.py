@@ -148,7 +148,7 @@ def test_an_engine_that_is_stopped_and_restarted(engine: SGLangEngine, model: to
 # ---- runs
 
 
-def test_reward_rises_then_the_engine_dies(tmp_path: Path) -> None:
+def test_reward_rises_also_when_the_engine_dies(tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "engine": ENGINE,
         "rollout": {"prompts_per_step": 8, "group_size": 8},
@@ -176,6 +176,10 @@ def test_reward_rises_then_the_engine_dies(tmp_path: Path) -> None:
 
         with pytest.raises(EngineLostError, match=r"The end of .*sglang_cpu0\.log"):
             asyncio.run(killed())
+        after = trainer.step(trainer.source.next(8))  # starts it anew
+        assert not trainer.engine.lost
+        assert after["mismatch/logprob_abs_diff"] < 1e-5
+        assert after["reward/mean"] > 2 * sum(rewards[:5]) / 5
     finally:
         trainer.close()
         close_world()

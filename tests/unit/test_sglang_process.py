@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -228,14 +229,16 @@ time.sleep(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 def test_nothing_outlives_a_killed_trainer(start: Callable[..., HostProcess], tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", TRAINER, str(tmp_path), repr(SETTINGS)]
+    command = [sys.executable, "-c", TRAINER, str(tmp_path), repr(SETTINGS | {"model_path": "orphan"})]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
     assert trainer.stdout is not None
     host, child = map(int, trainer.stdout.readline().split())
     trainer.kill()
     trainer.wait()
     wait_until_gone(host)
-    wait_until_gone(child)  # it reads from the host; SGLang's own are ended by the kernel
+    wait_until_gone(child)
+    [sleeper] = re.findall(r"sleeper (\d+)", (tmp_path / "e.log").read_text())
+    wait_until_gone(int(sleeper))  # as SGLang's children, it knows nothing of its parent while it starts
 
 
 def test_versions_and_environment() -> None:

@@ -15,6 +15,7 @@ import difflib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -45,6 +46,7 @@ _OURS = {
 def main() -> None:
     """Start the engine that the first message describes, then serve messages until the socket closes."""
     _die_with_parent()
+    _guard_group()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     first = frames.read(connection)
@@ -74,6 +76,20 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() == 1:
             raise SystemExit("the trainer is gone")
+
+
+def _guard_group() -> None:
+    """End the whole process group when this process is gone, however it went.
+
+    SGLang's children see to that themselves, but late in their start: one whose parent is gone by then stays for ever.
+    A small process waits for the end of a pipe that nobody else has.
+    """
+    if os.getpgid(0) != os.getpid():
+        return  # somebody started this by hand
+    mine, _ = os.pipe()
+    command = f"read _; kill -s KILL -- -{os.getpid()}"
+    subprocess.Popen(["/bin/sh", "-c", command], stdin=mine, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.close(mine)
 
 
 def _start(message: dict[str, Any]) -> Any:
