@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import os
 import signal
 import subprocess
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_stand_in import HANG, install, wait_until_gone
+from sglang_stand_in import HANG, install, introduction, wait_until_gone
 
 from lightrl.config.schema import EngineConfig, SyncConfig
 from lightrl.engine import sglang
@@ -47,11 +45,6 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SGLangEn
     yield made
     made.close()
     made.close()
-
-
-def introduction(sender: BucketSender) -> str:
-    message = {"mailbox": str(sender.mailbox.path), "buckets": len(sender.plan.buckets)}
-    return base64.b64encode(json.dumps(message).encode()).decode()
 
 
 def loaders(folder: Path) -> list[str]:
