@@ -7,6 +7,7 @@
 # STEPS=…     steps of the quickstart before it is resumed for 3 more (default: 24)
 # PIP_ARGS=…  more arguments for pip; on Linux without a GPU, the CPU build of torch is far smaller:
 #             PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# SGLANG=yes  `make test` runs test-sglang-cpu as well, if its environment can be built
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -20,8 +21,10 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 NPROC ?= $(shell [ $(CORES) -ge 2 ] && echo 2 || echo 1)
 STEPS ?= 24
 PIP_ARGS ?=
+SGLANG ?= no
 
 VENV := .venv
+SGLANG_VENV := .venv-sglang
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS) -c constraints.txt
 MODEL := models/SmolLM2-135M-Instruct
@@ -35,7 +38,7 @@ TESTS := $(wildcard tests/unit tests/interpreter tests/engine tests/distributed 
 export OMP_WAIT_POLICY := passive
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install install-dev fetch quickstart test lint docs clean
+.PHONY: help install install-dev fetch quickstart test test-sglang-cpu lint docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -90,6 +93,23 @@ quickstart: fetch  ## train, resume, evaluate, export, load and report: about 10
 test: install-dev fetch lint  ## everything CI runs; skipped tests are listed with their reason
 	@$(BIN)/python -m lightrl.config.docs --check
 	@$(BIN)/python -m pytest $(TESTS)
+ifeq ($(SGLANG),yes)
+	@if $(MAKE) --no-print-directory $(SGLANG_VENV)/.stamp; then $(MAKE) --no-print-directory test-sglang-cpu; \
+		else echo "SKIPPED tests on the real SGLang: $(SGLANG_VENV) could not be built, for the reason above"; fi
+else
+	@echo "NOT RUN: tests on the real SGLang: make test-sglang-cpu (an environment of 3 GB), or make test SGLANG=yes"
+endif
+
+# SGLang asks for other versions of what .venv holds, so it has an environment of its own.
+test-sglang-cpu: $(SGLANG_VENV)/.stamp  ## tests on the real SGLang, on the CPU; builds .venv-sglang (3 GB, Linux)
+	@PYTHONPATH=tests/sglang_cpu/stubs $(SGLANG_VENV)/bin/python -m pytest tests/engine/test_sglang_cpu.py
+
+$(SGLANG_VENV)/.stamp: constraints-sglang.txt tests/sglang_cpu/install.sh
+	@[ "$$(uname -s)" = Linux ] || { echo "SGLang runs on Linux only"; exit 1; }
+	@[ -n "$(PYTHON)" ] || { echo "no Python 3.11 or newer found: install one or pass PYTHON=/path/to/python"; exit 1; }
+	@echo "installing SGLang's CPU engine into $(SGLANG_VENV)"
+	@tests/sglang_cpu/install.sh $(SGLANG_VENV) $(PYTHON) $(PIP_ARGS)
+	@touch $@
 
 lint: install-dev  ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -99,6 +119,6 @@ lint: install-dev  ## ruff and mypy
 docs: install-dev  ## write docs/configuration.md from the config schema
 	@$(BIN)/python -m lightrl.config.docs --write
 
-clean:  ## remove .venv and caches; models/, data/ and runs/ stay
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+clean:  ## remove .venv, .venv-sglang and caches; models/, data/ and runs/ stay
+	rm -rf $(VENV) $(SGLANG_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Only its name: SGLang imports it for output in notebooks."""

@@ -1,0 +1,5 @@
+"""Changing images, anew."""
+
+from ..._names import __getattr__
+
+__all__ = ["__getattr__"]

@@ -1,0 +1,5 @@
+"""Changing images, anew."""
+
+from ..functional import InterpolationMode, __getattr__
+
+__all__ = ["InterpolationMode", "__getattr__"]
