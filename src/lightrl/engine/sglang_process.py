@@ -51,6 +51,8 @@ class HostProcess:
         self._waiting: dict[int, tuple[Future[Any], Callable[[dict[str, Any]], None] | None]] = {}
         self._numbers = 1
         self._error: str | None = None
+        self._losing = False
+        self._told = threading.Event()
         self._closing = False
         self._heard = time.monotonic()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -216,19 +218,21 @@ class HostProcess:
     def _lose(self, what: str) -> None:
         """It is gone or useless: end the rest of it, tell everyone. The first reason is the one that is told."""
         with self._state:
-            if self._error is not None:
-                return
+            is_first, self._losing = not self._losing, True
+        if not is_first:  # killing the group looks like another death to the thread that reads
+            self._told.wait()
+            return
         self._kill_group()  # schedulers whose parent is gone hold GPU memory
         error = self._explain(what)
         with self._state:
-            if self._error is None:
-                self._error = error
+            self._error = error
             waiting, self._waiting = list(self._waiting.values()), {}
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # who is sending to a stopped process gets on
         for future, _ in waiting:
             if future.set_running_or_notify_cancel():
-                future.set_exception(EngineLostError(self._error))
+                future.set_exception(EngineLostError(error))
+        self._told.set()
 
     # ---- parts
 
