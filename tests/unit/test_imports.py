@@ -43,7 +43,7 @@ RULES = {
     "observe": f"torch rich {SECTION} | matplotlib wandb",
     "data": f"numpy {SECTION} lightrl.hooks | datasets pyarrow transformers",
     "rewards": f"{SECTION} lightrl.hooks | math_verify torch",
-    "engine": f"torch transformers {SECTION} lightrl.kernels |",
+    "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models |",
     "engine.sglang": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_host": "lightrl.engine.sglang_frames | sglang",

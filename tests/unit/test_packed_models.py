@@ -33,6 +33,22 @@ SPECIAL = {
     "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": False},
     "llama": {"attention_bias": True, "tie_word_embeddings": True},
 }
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "initializer_range": 0.15}
+_SIGMOID = _MOE | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+_SIGMOID |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
+_MLA = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+_MLA |= {"qk_nope_head_dim": 12, "v_head_dim": 16}  # values are narrower than queries and keys
+SPECIAL |= {
+    "qwen3_moe": _MOE | {"head_dim": 16, "num_experts": 8, "norm_topk_prob": True, "tie_word_embeddings": False},
+    "glm4_moe": _SIGMOID | {"head_dim": 16, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": _SIGMOID | _MLA | {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v3": _SIGMOID | _MLA | {"rope_interleave": True},
+    "mimo_v2_flash": _SIGMOID
+    | {"head_dim": 24, "v_head_dim": 16, "sliding_window": 20, "num_key_value_heads": 1}
+    | {"layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.15}
+    | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+}
 TEMPERATURE = 0.7
 
 
@@ -102,17 +118,23 @@ def compare(ours, stock):
 
 def build(family: str):
     torch.manual_seed(1)
-    stock = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager").eval()
+    stock = AutoModelForCausalLM.from_config(
+        tiny_config(family), attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for name, tensor in stock.state_dict().items():
+            if "bias" in name or "sinks" in name:  # not their trivial start values
+                tensor.add_(torch.randn_like(tensor) * 0.3)
     ours = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
     ours.load_state_dict(stock.state_dict())
     return stock, ours
 
 
-@pytest.mark.parametrize("family", sorted(registry.PACKED_FAMILIES))
+@pytest.mark.parametrize("family", sorted(registry.FAMILIES))
 def test_packed_equals_stock(family):
     stock, model = build(family)
     assert registry.packs_exactly(model.config)
-    model.set_attn_implementation(attention.register())
+    registry.prepare_packed(model)
     module = PolicyModule(model, packed=True)
     units = samples()
     num_targets = sum(len(s.response) for u in units for s in u)
@@ -142,10 +164,11 @@ def test_attention_outside_the_policy_is_refused():
         model(torch.tensor([[1, 2, 3]]), use_cache=False)
 
 
-def test_empty_microbatch_reaches_every_parameter():
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe_lite", "gpt_oss"])
+def test_empty_microbatch_reaches_every_parameter(family):
     """A rank without work still gives every parameter a (zero) gradient, or others would hang in the reduction."""
-    _, model = build("qwen3")
-    model.set_attn_implementation(attention.register())
+    _, model = build(family)
+    registry.prepare_packed(model)
     module = PolicyModule(model, packed=True)
     batch = pack([], [])
     logprobs, entropies = module(batch, Segments.from_microbatch(batch, torch.device("cpu")), 1.0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,14 @@ def shard(
     *,
     compute_dtype: torch.dtype,
     activation_checkpointing: bool = False,
+    recompute_contexts: Callable[[nn.Module], Callable[..., Any] | None] = lambda block: None,
 ) -> None:
     """Wrap `root` in place; `model` is the Hugging Face causal LM inside it.
 
     One group a decoder block, one for an untied embedding; the rest (norm, head, a tied embedding) belongs to the
     root, so that the head's weight is whole inside the root's forward, where the loss is computed. Parameters stay
     float32; blocks compute in `compute_dtype`; gradients are summed (not averaged) in float32: loss weights already
-    hold the global denominator.
+    hold the global denominator. `recompute_contexts` gives a block's `context_fn` for torch's checkpoint, or None.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
@@ -43,7 +45,9 @@ def shard(
     blocks = decoder_blocks(model)
     if activation_checkpointing:
         for name, block in list(blocks.named_children()):
-            wrapped = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+            context_fn = recompute_contexts(block)
+            options = {} if context_fn is None else {"context_fn": context_fn}
+            wrapped = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
             blocks.register_module(name, wrapped)
     for block in blocks.children():
         fully_shard(block, mesh=fsdp_mesh, mp_policy=policy)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from lightrl.engine.kv_cache import ATTENTION_NAME, register_attention
 from lightrl.errors import UserError
 from lightrl.kernels.logprob import linear_logits
+from lightrl.models.registry import patch_layers
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -130,6 +131,7 @@ def _build(config: PretrainedConfig, device: torch.device, dtype: torch.dtype, t
         raise UserError(f"{refusal}: its attention cannot be replaced through transformers' registry")
     if getattr(model, "_is_stateful", False):
         raise UserError(f"{refusal}: it keeps a recurrent state between tokens")
+    patch_layers(model)  # experts and routers compute what the trainer's do
     model.requires_grad_(False).eval()
     head = model.get_output_embeddings()
     if type(head) is nn.Linear:

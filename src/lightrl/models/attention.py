@@ -2,7 +2,8 @@
 
 A segment is a run of query rows with its own keys. Usually the keys are the same rows; a response whose prompt is
 packed once for a whole group attends to the prompt's rows and its own (`kv_index`). Queries align with the end of
-their keys, causally.
+their keys, causally. Heads may have sinks (one more logit in the softmax, without a value), and values another width
+than queries and keys.
 
 Transformers passes unknown keyword arguments of the model call down to the attention function, which is how the
 segments get here; as the name is not in transformers' mask registry it builds no `[T, T]` mask.
@@ -115,40 +116,70 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     segments: Segments | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D].
+    """query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, Dv] -> [1, T, heads, Dv].
 
-    A sliding window of `w` sees the last `w` positions, the current one included (transformers' convention).
+    A sliding window of `w` sees the last `w` positions, the current one included (transformers' convention); `s_aux`
+    [heads] are the heads' sinks.
     """
     if segments is None:
         raise RuntimeError(f"{NAME} needs segments=…: call the model through PolicyModule")
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise RuntimeError(f"{NAME} does not support {name} (attention of {type(module).__name__})")
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(query, key, value, segments, scaling, sliding_window), None
-    return _by_block(query, key, value, segments, scaling, sliding_window, dropout), None
+    if kwargs.get("softcap") is not None:
+        raise RuntimeError(f"{NAME} does not support softcap (attention of {type(module).__name__})")
+    if dropout:
+        raise RuntimeError(f"{NAME} does not support dropout: put {type(module).__name__} into evaluation mode")
+    rule = _Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, s_aux)
+    kernel_runs = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    if kernel_runs and max(query.shape[-1], value.shape[-1]) <= _MAX_HEAD_DIM:
+        return _varlen(query, key, value, segments, rule), None
+    return _by_block(query, key, value, segments, rule), None
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, window: int | None) -> Tensor:
-    varlen_attn = _varlen_function()
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, D]
+_MAX_HEAD_DIM = 256  # of torch's variable-length attention
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How a layer attends."""
+
+    scale: float
+    window: int | None
+    sinks: Tensor | None  # [heads]
+
+
+# ----- one call for all segments (CUDA)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: _Rule) -> Tensor:
+    value_dim = v.shape[-1]
+    width = -(-max(q.shape[-1], value_dim) // 8) * 8  # the kernel wants one width for all three, in steps of 8
+    q, k, v = (_widened(x[0].transpose(0, 1), width) for x in (q, k, v))  # [T, heads, width]
     if segments.kv_index is not None:
         k, v = k.index_select(0, segments.kv_index), v.index_select(0, segments.kv_index)
-    out: Tensor = varlen_attn(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if rule.sinks is not None:
+        kernel = FlashKernel(segments, rule.scale, rule.window)
+        return _SinkAttention.apply(q, k, v, rule.sinks, kernel)[None, ..., :value_dim]
+    out: Tensor = _varlen_function()(
+        q,
+        k,
+        v,
         segments.cu_seqlens_q,
         segments.cu_seqlens_k,
         segments.max_seqlen_q,
         segments.max_seqlen_k,
-        scale=scaling,
-        window_size=(-1, 0) if window is None else (window - 1, 0),
+        scale=rule.scale,
+        window_size=(-1, 0) if rule.window is None else (rule.window - 1, 0),
     )
-    return out[None]
+    return out[None, ..., :value_dim]
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Zeros added to the last dimension: they add nothing to a score, and columns to values that are cut off again."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 @cache
@@ -163,22 +194,97 @@ def _varlen_function() -> Callable[..., Any]:
     return lambda *args, **kwargs: varlen_attn(*args, **kwargs, enable_gqa=True)
 
 
-def _by_block(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, window: int | None, dropout: float
-) -> Tensor:
+@dataclass(frozen=True)
+class FlashKernel:
+    """The two halves of torch's variable-length attention, under which no autograd is."""
+
+    segments: Segments
+    scale: float
+    window: int | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Rows [T, heads, D] -> output [T, heads, D], log-sum-exp of each row's scores [heads, T], and what is kept."""
+        out, lse, *kept, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *self._lengths, 0.0, self.window is None, False, scale=self.scale, **self._window
+        )
+        return out, lse, tuple(kept)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, given those of the output."""
+        return torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, lse, *self._lengths, 0.0, self.window is None, *kept, scale=self.scale, **self._window
+        )
+
+    @property
+    def _lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        s = self.segments
+        return s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k
+
+    @property
+    def _window(self) -> dict[str, int]:
+        return {"window_size_left": -1 if self.window is None else self.window - 1, "window_size_right": 0}
+
+
+class _SinkAttention(torch.autograd.Function):
+    """Attention with sinks from a kernel that knows none.
+
+    A sink makes each row's softmax sum larger: the log-sum-exp becomes `l = logaddexp(lse, sink)`, the output shrinks
+    by exp(lse - l). The kernel's backward computes probabilities as exp(score - l) and the product of output and its
+    gradient from what it is given. Given the new output and `l` it therefore returns exact gradients; the sink's own is
+    minus its probability times that product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: FlashKernel) -> Tensor:
+        out, lse, kept = kernel.forward(q, k, v)
+        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        out = (out * (lse - total).exp().T[..., None]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, total, *kept)
+        ctx.kernel = kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, sinks, out, total, *kept = ctx.saved_tensors
+        grad = grad.contiguous()
+        grads = ctx.kernel.backward(grad, q, k, v, out, total, tuple(kept))
+        product = (grad.to(total.dtype) * out).sum(-1).T  # [heads, T]
+        share = (sinks.to(total.dtype)[:, None] - total).exp()
+        return *grads, -(share * product).sum(-1).to(sinks.dtype), None
+
+
+# ----- a call a block (everywhere else)
+
+
+def _by_block(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: _Rule) -> Tensor:
     outputs = []
     for block in segments.blocks:
-        rows, mask = slice(block.start, block.end), block.mask(window)
+        rows, mask = slice(block.start, block.end), block.mask(rule.window)
+        mine = q[:, :, rows], k[:, :, rows], v[:, :, rows]
+        if rule.sinks is not None:
+            outputs.append(_with_sinks(*mine, mask, rule.scale, rule.sinks))
+            continue
         outputs.append(
             F.scaled_dot_product_attention(
-                q[:, :, rows],
-                k[:, :, rows],
-                v[:, :, rows],
+                *mine,
                 attn_mask=mask,
-                dropout_p=dropout,
                 is_causal=mask is None,
-                scale=scaling,
+                scale=rule.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         )
     return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
+    """Attention written out, with a column of sinks beside the scores; softmax in float32."""
+    rows, kv_heads = q.shape[2], k.shape[1]
+    if mask is None:
+        mask = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
+    q = q.unflatten(1, (kv_heads, -1))  # [1, kv_heads, group, rows, D]: a group of heads shares keys
+    scores = (q @ k[:, :, None].transpose(-1, -2) * scale).float().masked_fill(~mask, float("-inf"))
+    column = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    return (weights.to(v.dtype) @ v[:, :, None]).flatten(1, 2)

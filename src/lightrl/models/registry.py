@@ -1,28 +1,82 @@
 """Which model families LightRL packs exactly, and how any causal LM is run.
 
-A family is listed once its packed log-probs and gradients equal the stock model's (tests/unit/test_packed_models.py).
-Every other causal LM runs stock, one padded row a sample: as exact, slower.
+A family is one entry of `FAMILIES`. It is listed once its packed log-probs and gradients equal the stock model's
+(tests/unit/test_packed_models.py). Every other causal LM runs stock, one padded row a sample: as exact, slower.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-PACKED_FAMILIES = frozenset({"llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
+from lightrl.models import attention, experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What a family needs beside the attention function that all share."""
+
+    patch: Callable[[Any], None] | None = None
+    """Exchanges parts of a loaded model, on the instance, before it is sharded. The embedded engine does the same."""
+    layer_types: frozenset[str] = frozenset({"full_attention", "sliding_attention"})
+    """Kinds of layers that are exact on packed rows; a config that names others runs stock."""
+
+
+_PLAIN = Family()
+_SOFTMAX_EXPERTS = Family(patch=partial(experts.exchange, router=experts.softmax_router))
+_SIGMOID_EXPERTS = Family(patch=partial(experts.exchange, router=experts.sigmoid_router))
+
+FAMILIES: dict[str, Family] = {
+    "llama": _PLAIN,
+    "mistral": _PLAIN,
+    "olmo2": _PLAIN,
+    "phi3": _PLAIN,
+    "qwen2": _PLAIN,
+    "qwen3": _PLAIN,
+    "smollm3": _PLAIN,
+    "qwen3_moe": _SOFTMAX_EXPERTS,
+    "glm4_moe": _SIGMOID_EXPERTS,
+    "glm4_moe_lite": _SIGMOID_EXPERTS,  # GLM-4.7-Flash
+    "deepseek_v3": _SIGMOID_EXPERTS,  # Moonlight too
+    "mimo_v2_flash": _SIGMOID_EXPERTS,
+    "gpt_oss": Family(patch=partial(experts.exchange, router=experts.topk_softmax_router)),
+}
+"""By `model_type`."""
+
+
+def is_own_code(model: Any) -> bool:
+    """Is the model transformers' own code? What comes with a checkpoint may share no more than a name with it."""
+    return type(model).__module__.startswith("transformers.")
 
 
 def packs_exactly(config: Any) -> bool:
-    """Can this model be fed packed rows? Needs a known family, without logit caps or mixed-in linear attention."""
+    """Can this model be fed packed rows? Needs a known family, without logit caps or layers of other kinds."""
+    family = FAMILIES.get(config.model_type)
     return (
-        config.model_type in PACKED_FAMILIES
+        family is not None
         and getattr(config, "final_logit_softcapping", None) is None
-        and set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}
+        and set(getattr(config, "layer_types", None) or ()) <= family.layer_types
     )
+
+
+def prepare_packed(model: Any) -> None:
+    """Make a loaded model of a known family take packed rows (`segments=…` of its call)."""
+    model.set_attn_implementation(attention.register())
+    patch_layers(model)
+
+
+def patch_layers(model: Any) -> None:
+    """What the family exchanges beside attention; nothing for a family that is not known."""
+    family = FAMILIES.get(model.config.model_type)
+    if family is not None and family.patch is not None and is_own_code(model):
+        family.patch(model)
 
 
 def stock_notice(config: Any) -> str:
     """One line for a model that runs stock."""
     return (
-        f"{config.model_type} is not among the families that LightRL packs ({', '.join(sorted(PACKED_FAMILIES))}): "
+        f"{config.model_type} is not among the families that LightRL packs ({', '.join(sorted(FAMILIES))}): "
         "its stock forward runs on padded rows with all logits in memory, which is as exact but slower"
     )

@@ -16,7 +16,7 @@ from lightrl.config.schema import ModelConfig
 from lightrl.distributed import fsdp
 from lightrl.distributed.mesh import World
 from lightrl.kernels.logprob import linear_logprobs
-from lightrl.models import attention, load, registry
+from lightrl.models import experts, load, registry
 from lightrl.models.attention import Segments
 from lightrl.models.names import StoredTensors, kept_names
 from lightrl.types import Microbatch
@@ -76,12 +76,12 @@ class Policy:
         source = load.resolve_checkpoint(config.path, config.revision)
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         dtype = compute_dtype(config.compute_dtype, world.device)
-        packed = registry.packs_exactly(hf_config)
         model = load.empty_model(
             hf_config, dtype=dtype if frozen else torch.float32, trust_remote_code=config.trust_remote_code
         )
+        packed = registry.packs_exactly(hf_config) and registry.is_own_code(model)
         if packed:
-            model.set_attn_implementation(attention.register())
+            registry.prepare_packed(model)
         module = PolicyModule(model, packed=packed)
         if frozen:
             module.requires_grad_(False)
@@ -91,6 +91,7 @@ class Policy:
             world.mesh,
             compute_dtype=dtype,
             activation_checkpointing=config.activation_checkpointing and not frozen,
+            recompute_contexts=experts.recompute_contexts,
         )
         module.to_empty(device=world.device)
         load.load_weights(model, source, trust_remote_code=config.trust_remote_code)

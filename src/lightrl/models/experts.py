@@ -1,0 +1,157 @@
+"""Mixtures of experts: routers and experts of a loaded model, exchanged on the instance.
+
+Experts go through transformers' registry of experts functions (`lightrl_grouped`). A router gets its own `forward`:
+
+- the weights of the chosen experts stay float32, as SGLang has them; stock transformers rounds them to the hidden
+  states' type in families that choose by softmax;
+- a forward that is computed again for the backward pass (activation checkpointing) chooses the same experts. Rounding
+  could choose others where two are nearly tied, and gradients would be those of another function.
+
+Shapes: `T` tokens, `k` experts a token, `E` experts, `H` hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightrl.kernels.moe import ExpertWeights, grouped_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "lightrl_grouped"
+
+Router = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(the router module, hidden [..., H]) -> logits [T, E], weights [T, k] float32, indices [T, k]: a router's forward."""
+
+
+def exchange(model: PreTrainedModel, router: Router) -> None:
+    """Our experts and this router in every mixture of a loaded model (its class stays as it is)."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if NAME not in ALL_EXPERTS_FUNCTIONS.valid_keys():
+        ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    model.set_experts_implementation(NAME)
+    for module in list(model.modules()):
+        if not isinstance(getattr(module, "experts", None), nn.Module):
+            continue
+        gate: Any = module.gate if hasattr(module, "gate") else module.router
+        gate.choices = None  # a `_Choices` while they are written down or read
+        gate.forward = MethodType(router, gate)
+
+
+def experts_forward(experts: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """In the signature of transformers' experts functions: hidden [T, H], indices and weights [T, k] -> [T, H]."""
+    parameters = ExpertWeights(
+        gate_up=experts.gate_up_proj,
+        down=experts.down_proj,
+        transposed=experts.is_transposed,
+        gate_up_bias=experts.gate_up_proj_bias if experts.has_bias else None,
+        down_bias=experts.down_proj_bias if experts.has_bias else None,
+    )
+    return grouped_experts(hidden, indices, weights, parameters, experts._apply_gate)
+
+
+# ----- routers
+
+
+def softmax_router(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax over all experts, then the best k, renormalised if the config says so (Qwen)."""
+    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+    scores = logits.softmax(-1, dtype=torch.float32)
+    indices = _choose(router, lambda: scores.topk(router.top_k, dim=-1).indices)
+    weights = scores.gather(-1, indices)
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights, indices
+
+
+def topk_softmax_router(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The best k logits, then softmax over them (gpt-oss)."""
+    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, router.bias)
+    indices = _choose(router, lambda: logits.topk(router.top_k, dim=-1).indices)
+    return logits, logits.gather(-1, indices).softmax(-1, dtype=torch.float32), indices
+
+
+def sigmoid_router(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sigmoid scores in float32; a bias that is not trained takes part in the choice only (DeepSeek, GLM, MiMo)."""
+    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]).float(), router.weight.float())
+    scores = logits.sigmoid()
+    indices = _choose(router, partial(_best_in_groups, router, scores))
+    weights = scores.gather(-1, indices)
+    if router.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return logits, weights * router.routed_scaling_factor, indices
+
+
+def _best_in_groups(router: Any, scores: Tensor) -> Tensor:
+    """The best k experts out of the best groups; a group counts what its best two experts do."""
+    groups = (scores + router.e_score_correction_bias).unflatten(-1, (router.num_group, -1))  # [T, groups, E / groups]
+    worth = groups.topk(2, dim=-1).values.sum(-1)
+    best = worth.topk(router.topk_group, dim=-1, sorted=False).indices
+    allowed = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, best, True)
+    choice = groups.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
+    return choice.topk(router.top_k, dim=-1, sorted=False).indices
+
+
+def _choose(router: Any, topk: Callable[[], Tensor]) -> Tensor:
+    """[T, k] of `topk`, or those of the forward that is being repeated."""
+    if router.choices is not None and (known := router.choices.next()) is not None:
+        return known
+    with torch.no_grad():  # a choice has no gradient, and must leave nothing for autograd that a repeat would not
+        indices = topk()
+    if router.choices is not None:
+        router.choices.made.append(indices)
+    return indices
+
+
+# ----- the same choices when a block is computed again
+
+
+def recompute_contexts(
+    block: nn.Module,
+) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]] | None:
+    """`context_fn` of torch's checkpoint for a decoder block; None if it has no router.
+
+    The indices that the forward chose are kept with its graph, 8 bytes for each of a token's experts.
+    """
+    routers = [m for m in block.modules() if hasattr(m, "choices")]
+    if not routers:
+        return None
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        made: list[Tensor] = []
+        return _Choices(routers, made, repeat=False), _Choices(routers, made, repeat=True)
+
+    return contexts
+
+
+class _Choices(AbstractContextManager[None]):
+    """While entered, the routers write their choices down in `made`, or read them from there in the same order."""
+
+    def __init__(self, routers: list[Any], made: list[Tensor], *, repeat: bool) -> None:
+        self.routers, self.made, self.repeat = routers, made, repeat
+        self._position = 0
+
+    def __enter__(self) -> None:
+        self._position = 0
+        for router in self.routers:
+            router.choices = self
+
+    def __exit__(self, *_: object) -> None:
+        for router in self.routers:
+            router.choices = None
+
+    def next(self) -> Tensor | None:
+        if not self.repeat:
+            return None
+        self._position += 1
+        return self.made[self._position - 1]
