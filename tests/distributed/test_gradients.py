@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import make_family
 
 CASES = {
     "token_mean": {"aggregation": "token_mean"},
@@ -28,6 +29,10 @@ CASES = {
     },
     "nothing_to_learn": {"aggregation": "token_mean", "zero": range(5), "skip": True, "entropy_coef": 0.0},
     "untied": {"aggregation": "token_mean", "model": "qwen3_untied"},
+    # ranks whose tokens go to different experts, and (small microbatches) a rank that has a single row at times
+    "qwen3_moe": {"aggregation": "token_mean", "model": "qwen3_moe", "max_tokens": 24},
+    "deepseek_v3": {"aggregation": "token_mean", "model": "deepseek_v3", "activation_checkpointing": True},
+    "gpt_oss": {"aggregation": "token_mean", "model": "gpt_oss", "only": 1},
 }
 
 
@@ -42,6 +47,8 @@ def make_models(folder: Path) -> None:
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **common, tie_word_embeddings=tied)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    for family in ("qwen3_moe", "deepseek_v3", "gpt_oss"):
+        make_family(folder / family, family)
 
 
 def make_samples(only: int | None = None, mask_all_but: int | None = None, zero=()):

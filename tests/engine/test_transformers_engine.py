@@ -165,7 +165,10 @@ def test_buffers_equal_stock_and_weights_are_not_allocated(name: str) -> None:
     buffers = dict(module.named_buffers())
     assert buffers.keys() == expected.keys()
     for key, value in expected.items():
-        assert torch.equal(buffers[key], value), key
+        if key in module.state_dict():  # a router's bias is a weight
+            assert buffers[key].is_meta, key
+        else:
+            assert torch.equal(buffers[key], value), key
 
 
 # ---- seeds and batching

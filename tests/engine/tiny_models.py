@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     GptOssConfig,
@@ -39,6 +40,25 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=False),
     "qwen2": lambda: Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=30, max_window_layers=1),
 }
+_SIGMOID = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_group": 2}
+_SIGMOID |= {"topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_MLA = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+_MLA |= {"qk_nope_head_dim": 12, "v_head_dim": 16}
+_MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "glm4_moe": _SIGMOID | {"head_dim": 16, "use_qk_norm": True},
+    "glm4_moe_lite": _SIGMOID | _MLA | {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v3": _SIGMOID | _MLA,
+    "mimo_v2_flash": _SIGMOID
+    | {"head_dim": 24, "v_head_dim": 16, "sliding_window": 20, "num_key_value_heads": 1}
+    | {"layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
+}
+
+
+def _mixture(family: str) -> Callable[[], PretrainedConfig]:
+    return lambda: AutoConfig.for_model(family, **{**SMALL, **_MIXTURES[family]})
+
+
 OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama3_rope": lambda: LlamaConfig(
         **SMALL,
@@ -56,18 +76,22 @@ OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt_oss_sinks": lambda: GptOssConfig(
         **SMALL, head_dim=8, sliding_window=20, num_local_experts=4, num_experts_per_tok=2, rope_parameters=None
     ),
+    **{family: _mixture(family) for family in _MIXTURES},
 }
 
 
 def stock(config: PretrainedConfig, seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     # eager where the model has attention that sdpa lacks (softcap, sinks)
-    kind = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"
+    kind = "eager" if config.model_type in ("gemma2", "gpt_oss", "mimo_v2_flash") else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=kind, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name or "sinks" in name:  # not their trivial start values
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     return model
 
 
