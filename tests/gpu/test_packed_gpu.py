@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from unit.test_packed_models import COMMON, SPECIAL, samples
 
 from lightrl.kernels.logprob import linear_logits, linear_logprobs
-from lightrl.models import attention, registry
+from lightrl.models import registry
 from lightrl.models.attention import Segments
 from lightrl.training.packing import pack
 from lightrl.training.policy import PolicyModule, to_device
@@ -22,6 +22,7 @@ from lightrl.training.policy import PolicyModule, to_device
 pytestmark = pytest.mark.gpu
 
 FAMILIES = ("llama", "qwen3", "qwen2", "mistral")  # the last two with a sliding window of 20
+MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "mimo_v2_flash", "gpt_oss")
 TEMPERATURE = 0.7
 Results = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -30,8 +31,20 @@ def build(family: str, head_dim: int) -> torch.nn.Module:
     """Float32 model on CUDA whose weights bfloat16 holds exactly; attention far from uniform."""
     changes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": head_dim, "initializer_range": 0.08}
     torch.manual_seed(1)
+    if family in MIXTURES:
+        # Every token to every expert: the test is of numbers, and a choice that flips in bfloat16 would drown them.
+        changes |= {"intermediate_size": 128, "moe_intermediate_size": 128, "num_experts_per_tok": 8, "n_group": 1}
+        changes |= {"v_head_dim": head_dim // 2}
+    if family == "deepseek_v3":  # heads of 96 and 192, values of 64 and 128
+        rope = head_dim // 2
+        changes |= {"v_head_dim": head_dim, "qk_nope_head_dim": head_dim, "qk_rope_head_dim": rope, "head_dim": rope}
     config = AutoConfig.for_model(family, **(COMMON | SPECIAL.get(family, {}) | changes))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+    kind = "eager" if family in ("gpt_oss", "mimo_v2_flash") else "sdpa"  # sinks
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=kind, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "sinks" in name or "bias" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
     return model.to(torch.bfloat16).to("cuda", torch.float32)
 
 
@@ -49,7 +62,7 @@ def stock_results(model: torch.nn.Module, units, coefficients: torch.Tensor) -> 
 
 
 def our_results(model: torch.nn.Module, units, coefficients: torch.Tensor) -> Results:
-    model.set_attn_implementation(attention.register())
+    registry.prepare_packed(model)
     module = PolicyModule(model, packed=True)
     batch = pack(units, [[1.0] * len(u) for u in units])
     device = torch.device("cuda")
@@ -72,7 +85,7 @@ def coefficients_for(units) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_float32_equals_stock(family: str, head_dim: int) -> None:
     model, units = build(family, head_dim), samples()
     coefficients = coefficients_for(units)
@@ -86,7 +99,7 @@ def test_float32_equals_stock(family: str, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_bfloat16_errs_no_more_than_stock(family: str, head_dim: int) -> None:
     model, units = build(family, head_dim), samples()
     coefficients = coefficients_for(units)
@@ -101,7 +114,8 @@ def test_bfloat16_errs_no_more_than_stock(family: str, head_dim: int) -> None:
             assert ours < 0.03, what
         for name, gradient in truth[2].items():
             ours, theirs = (relative_error(r[2][name], gradient) for r in (found, stock))
-            assert ours <= 1.5 * theirs + 2e-3, (name, ours, theirs)
+            factor = 1.5 if gradient.numel() > 64 else 3  # of a few numbers (sinks) chance is a larger part
+            assert ours <= factor * theirs + 2e-3, (name, ours, theirs)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -109,11 +123,11 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", sorted(registry.PACKED_FAMILIES))
+@pytest.mark.parametrize("family", sorted(registry.FAMILIES))
 def test_empty_microbatch_reaches_every_parameter(family: str, dtype: torch.dtype) -> None:
     config = AutoConfig.for_model(family, **(COMMON | SPECIAL.get(family, {})))
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().cuda()
-    model.set_attn_implementation(attention.register())
+    registry.prepare_packed(model)
     batch, device = pack([], []), torch.device("cuda")
     segments = Segments.from_microbatch(batch, device)
     logprobs, entropies = PolicyModule(model, packed=True)(to_device(batch, device), segments, 1.0)

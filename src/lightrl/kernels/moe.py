@@ -106,7 +106,7 @@ class _Spread(torch.autograd.Function):
         return hidden[token]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (place,) = ctx.saved_tensors
         return grad[place].sum(1, dtype=torch.float32).to(grad.dtype), None, None
 
@@ -121,7 +121,7 @@ class _Combine(torch.autograd.Function):
         return rows[place].sum(1, dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (token,) = ctx.saved_tensors
         return grad.to(ctx.dtype)[token], None, None
 
@@ -163,7 +163,7 @@ class _LoopedProduct(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, matrices = ctx.saved_tensors
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_matrices = torch.empty_like(matrices) if ctx.needs_input_grad[1] else None

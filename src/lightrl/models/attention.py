@@ -246,7 +246,7 @@ class _SinkAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, total, *kept = ctx.saved_tensors
         grad = grad.contiguous()
         grads = ctx.kernel.backward(grad, q, k, v, out, total, tuple(kept))
