@@ -325,5 +325,6 @@ def test_runnable_blocks_run(block: Block, finished_quickstart: Path, monkeypatc
     from lightrl.distributed.mesh import close_world
 
     monkeypatch.chdir(finished_quickstart)
-    exec(compile(block.text, str(block), "exec"), {"__name__": "__snippet__"})
-    close_world()
+    for _ in range(2 if block.page.name == "README.md" else 1):  # what is tried first is tried again
+        exec(compile(block.text, str(block), "exec"), {"__name__": "__snippet__"})
+        close_world()

@@ -168,6 +168,46 @@ def test_evaluation_and_notices() -> None:
     ]
 
 
+def test_steps_that_teach_nothing_are_told_once_and_then_every_ten() -> None:
+    console, file = printed()
+    stuck = {"reward/zero_spread_share": 1.0, "reward/min": 0.0, "reward/max": 0.0}
+    for step in range(1, 13):
+        console.step(step, 20, METRICS | stuck | ({"reward/zero_spread_share": 0.9} if step == 11 else {}))
+    console.step(22, 30, METRICS | stuck | {"reward/max": 1.0})
+    first, second, third = [line for line in file.getvalue().splitlines() if line.startswith("warning")]
+    assert first.startswith("warning  step 1: every answer got reward 0, so nothing is learned from rewards; look at")
+    assert second.startswith("warning  step 12: every answer")
+    assert third.startswith("warning  step 22: to each prompt all answers got the same reward, so nothing is learned")
+
+
+def test_failed_samples_are_counted_and_told_at_most_every_ten_steps() -> None:
+    console, file = printed()
+    shares = {3: 0.5, 4: 0.25, 6: 0.125, 13: 0.25, 40: 0.125}
+    for step in range(1, 41):
+        console.step(step, 40, {"rollout/samples": 8.0, "rollout/failed_share": shares.get(step, 0.0)})
+    assert [line for line in file.getvalue().splitlines() if line.startswith("warning")] == [
+        "warning  step 3: 4 of 8 samples failed and were left out; "
+        "`failure` in samples/step_000003.rank*.jsonl.gz says why",
+        "warning  steps 4 to 13: 5 of 80 samples failed and were left out; "
+        "`failure` in samples/step_000013.rank*.jsonl.gz says why",
+        "warning  step 40: 1 of 8 samples failed and were left out; "
+        "`failure` in samples/step_000040.rank*.jsonl.gz says why",
+    ]
+    console, file = printed(save_samples=False)
+    console.step(1, 2, {"rollout/samples": 8.0, "rollout/failed_share": 1.0})
+    assert "8 of 8 samples failed and were left out; log.save_samples keeps" in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(59.4, "59s"), (59.6, "1m00s"), (119.7, "2m00s"), (599.7, "10m"), (3569.4, "59m"), (3570, "1.0h"), (2e5, "2d")],
+)
+def test_what_is_left_is_rounded_before_it_is_split(seconds: float, shown: str) -> None:
+    console, file = printed()
+    console.step(1, 2, {"time/total": seconds})
+    assert file.getvalue().split()[-1] == shown
+
+
 def test_text_helpers() -> None:
     assert clean("a\r\nb\tc\x00\x9b") == "a\nb\tc\\x00\\x9b"
     assert shorten("x" * 100, 100) == "x" * 100

@@ -12,6 +12,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from lightrl.observe.notices import StepNotices
 from lightrl.types import Sample
 
 if TYPE_CHECKING:
@@ -85,9 +86,13 @@ class Console:
         self._bars = enabled and config.progress and self._rich.is_terminal
         self._lines = 0
         self._step_seconds: list[float] = []
+        self._notices = StepNotices(config.save_samples)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of a step; its column titles come every 20 lines. A dash: not measured in this run."""
+        """Print the line of a step, its column titles every 20 lines, and what in it is worth a look.
+
+        A dash: not measured in this run.
+        """
         seconds = metrics.get("time/total")
         if seconds is not None:
             self._step_seconds = [*self._step_seconds[-9:], seconds]
@@ -104,6 +109,8 @@ class Console:
             line.append(f" {cell:>{width}}", style=_cell_style(title, cell))
         line.append(f" {_duration(left):>6}", style="dim")
         self._print(line)
+        for text in self._notices.after(step, metrics):
+            self.warning(text)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print a line for each evaluation set in `eval/NAME/METRIC` metrics."""
@@ -241,11 +248,11 @@ def _power(value: float, decimals: int = 1) -> str:
 def _duration(seconds: float) -> str:
     if math.isnan(seconds):
         return "–"
-    seconds = min(max(seconds, 0.0), 99_999 * 86_400)  # six characters at most
+    seconds = round(min(max(seconds, 0.0), 99_999 * 86_400))  # six characters at most
     if seconds < 60:
-        return f"{seconds:.0f}s"
-    if seconds < 3600:
-        return f"{seconds // 60:.0f}m{seconds % 60:02.0f}s" if seconds < 600 else f"{seconds / 60:.0f}m"
+        return f"{seconds}s"
+    if seconds < 3570:  # rounds to less than 60 minutes
+        return f"{seconds // 60}m{seconds % 60:02}s" if seconds < 600 else f"{seconds / 60:.0f}m"
     return f"{seconds / 3600:.1f}h" if seconds < 172800 else f"{seconds / 86400:.0f}d"
 
 
