@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.engine import sglang_receiver as receiver
+from lightrl.engine.sglang_copies import Copy
 from lightrl.sync.buckets import BucketSender, Plan, Slot, plan_buckets
 from lightrl.sync.mailbox import Mailbox, MailboxError
 from lightrl.sync.shared import SharedBuffers, open_shared
@@ -153,11 +154,31 @@ def test_values_arrive_where_the_models_own_loader_puts_them(tmp_path: Path, ran
     for parameter in (model.embed[:5], *model.qkv, *model.o, model.norm):
         assert bool((parameter == 7).all())  # a rehearsal copies nothing
     for seed in range(3):
+        model.embed.detach()[5:] = float("nan")  # its memory was released meanwhile
         pair.run(receiver.receive, weights(seed))
         check_loaded(model, weights(seed))
+        assert bool((model.embed[5:] == 0).all())
         report = pair.run(receiver.verify, weights(seed))
         # 5 rows of the embedding, 3 layers of 6 rows and 4 x 2, the norm
         assert report == {"differing": {}, "compared": 5 * 4 + 3 * (6 * 4 + 4 * 2) + 4}
+
+
+class Deriving(FusedModel):
+    """Computes something from its weights, as models with MLA."""
+
+    def post_load_weights(self) -> None:
+        self.double = self.norm.detach() * 2
+
+
+def test_what_is_derived_is_renewed_with_each_sync(tmp_path: Path) -> None:
+    model = Deriving()
+    model.post_load_weights()
+    double = model.double  # a CUDA graph would know its address
+    pair = Pair(tmp_path, model)
+    for seed in range(2):
+        pair.run(receiver.receive, weights(seed))
+        assert model.double is double
+        assert torch.equal(double, dict(weights(seed))["norm.weight"].bfloat16() * 2)
 
 
 def test_blocks_of_a_range_are_those_elements_and_few() -> None:
@@ -169,7 +190,7 @@ def test_blocks_of_a_range_are_those_elements_and_few() -> None:
     ranges = [tuple(sorted((chosen.randint(0, 210), chosen.randint(0, 210)))) for _ in range(60)]
     for view, (start, end) in itertools.product(views, [*ranges, (0, 210), (42, 126), (7, 8), (9, 9)]):
         target = torch.full(view.shape, -1)
-        copy = receiver.Copy(tuple(view.shape), view.stride(), view.storage_offset(), target)
+        copy = Copy(tuple(view.shape), view.stride(), view.storage_offset(), target)
         blocks = copy.within(start, end)
         memory = whole.view(-1)[start:end].clone()  # nothing else may be read
         for block in blocks:

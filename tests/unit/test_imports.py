@@ -47,7 +47,10 @@ RULES = {
     "engine.sglang": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_host": "lightrl.engine.sglang_frames | sglang",
-    "engine.sglang_receiver": "torch lightrl.sync |",
+    "engine.sglang_receiver": "torch lightrl.sync lightrl.engine |",
+    "engine.sglang_rehearsal": "torch lightrl.sync lightrl.engine |",
+    "engine.sglang_copies": "torch |",
+    "engine.sglang_derived": "torch |",
     "rollout": f"torch {SECTION} lightrl.engine.base lightrl.distributed lightrl.rewards lightrl.data lightrl.hooks |",
     "training": f"torch transformers safetensors numpy {LIBRARY} | lightrl.engine filelock",
 }
