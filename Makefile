@@ -102,7 +102,7 @@ endif
 
 # SGLang asks for other versions of what .venv holds, so it has an environment of its own.
 test-sglang-cpu: $(SGLANG_VENV)/.stamp  ## tests on the real SGLang, on the CPU; builds .venv-sglang (3 GB, Linux)
-	@PYTHONPATH=tests/sglang_cpu/stubs $(SGLANG_VENV)/bin/python -m pytest tests/engine/test_sglang_cpu.py
+	@PYTHONPATH=tests/sglang_cpu/stubs $(SGLANG_VENV)/bin/python -m pytest tests/engine/test_sglang_cpu.py tests/engine/test_sglang_loaders.py
 
 $(SGLANG_VENV)/.stamp: constraints-sglang.txt tests/sglang_cpu/install.sh
 	@[ "$$(uname -s)" = Linux ] || { echo "SGLang runs on Linux only"; exit 1; }
