@@ -61,7 +61,7 @@ def grouped_experts(
     x = _Spread.apply(hidden, rows.token, rows.place)
     x = _grouped_linear(x, experts.gate_up, rows, experts.transposed)
     if experts.gate_up_bias is not None:
-        x = x + experts.gate_up_bias[rows.expert]
+        x = torch.addmm(x, rows.one_hot(x.dtype), experts.gate_up_bias)  # indexing would add up gradients atomically
     # The weight goes in before the last product: after it, it would cost a tensor of [S, H] kept for the backward pass.
     x = (activate(x) * weights.flatten()[rows.source, None]).to(hidden.dtype)
     out = _Combine.apply(_grouped_linear(x, experts.down, rows, experts.transposed), rows.token, rows.place)
@@ -90,11 +90,15 @@ class _Rows:
         ends = torch.searchsorted(expert, all_experts, right=True, out_int32=True)
         return cls(source, source // indices.shape[1], expert, place.view(indices.shape), ends)
 
+    def one_hot(self, dtype: torch.dtype) -> Tensor:
+        """[S, E], 1 at each row's expert."""
+        return (self.expert[:, None] == torch.arange(len(self.ends), device=self.expert.device)).to(dtype)
+
     @cached_property
-    def spans(self) -> list[tuple[int, int]]:
-        """(first row, end row) of each expert, on the host: waits for the device."""
+    def counts(self) -> list[int]:
+        """Rows of each expert, on the host: waits for the device."""
         ends = self.ends.tolist()
-        return list(zip([0, *ends[:-1]], ends, strict=True))
+        return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 class _Spread(torch.autograd.Function):
@@ -132,7 +136,7 @@ def _grouped_linear(x: Tensor, weight: Tensor, rows: _Rows, transposed: bool) ->
     if _has_grouped_kernel(x, matrices):
         grouped_mm = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
         return grouped_mm(x, matrices, offs=rows.ends)
-    product: Tensor = _LoopedProduct.apply(x, matrices, rows.spans)
+    product: Tensor = _LoopedProduct.apply(x, matrices, rows.counts)
     return product
 
 
@@ -153,26 +157,30 @@ class _LoopedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrices: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:
         ctx.save_for_backward(x, matrices)
-        ctx.spans = spans
+        ctx.counts = counts
         out = x.new_empty(x.shape[0], matrices.shape[2])
-        for expert, (start, end) in enumerate(spans):
-            if start < end:
-                torch.mm(x[start:end], matrices[expert], out=out[start:end])
+        for rows, matrix, result in zip(x.split(counts), matrices.unbind(), out.split(counts), strict=True):
+            if len(rows):
+                torch.mm(rows, matrix, out=result)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, matrices = ctx.saved_tensors
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        grad_matrices = torch.empty_like(matrices) if ctx.needs_input_grad[1] else None
-        for expert, (start, end) in enumerate(ctx.spans):
-            rows = slice(start, end)
-            if grad_x is not None and start < end:
-                torch.mm(grad[rows], matrices[expert].T, out=grad_x[rows])
-            if grad_matrices is not None and start < end:
-                torch.mm(x[rows].T, grad[rows], out=grad_matrices[expert])
-            elif grad_matrices is not None:
-                grad_matrices[expert].zero_()
+        grads = grad.split(ctx.counts)
+        grad_x = grad_matrices = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.empty_like(x)
+            for mine, matrix, result in zip(grads, matrices.mT.unbind(), grad_x.split(ctx.counts), strict=True):
+                if len(mine):
+                    torch.mm(mine, matrix, out=result)
+        if ctx.needs_input_grad[1]:
+            grad_matrices = torch.empty_like(matrices)
+            for rows, mine, result in zip(x.split(ctx.counts), grads, grad_matrices.unbind(), strict=True):
+                if len(mine):
+                    torch.mm(rows.T, mine, out=result)
+                else:
+                    result.zero_()
         return grad_x, grad_matrices, None
