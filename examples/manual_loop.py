@@ -74,5 +74,7 @@ def main(config_path: str, steps: int | None = None) -> Policy:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3) or not all(map(str.isdecimal, sys.argv[2:])):
+        sys.exit("usage: python examples/manual_loop.py CONFIG [STEPS]")
     main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None)
     close_world()

@@ -64,7 +64,7 @@ def words(tokens: list[int]) -> str:
 
 
 def test_plain_text_is_tokenized_as_the_tokenizer_does(tokenizer: Any, write: Write) -> None:
-    path = write({"q": "what is 2", "a": 4, "metadata": {"rm_type": "math"}}, b"  ", {"q": "3", "a": None})
+    path = write({"q": "what is 2", "a": 4, "metadata": {"rm_type": "math"}}, b"  ", {"q": "3", "a": "4"})
     prompts = load(tokenizer, path, input_key="q", label_key="a")
     assert [words(p.tokens) for p in prompts] == ["<s> what is 2", "<s> 3"]
     first, second = prompts
@@ -173,7 +173,9 @@ def test_overlong_prompts_are_dropped_truncated_or_refused(tokenizer: Any, write
     assert (cut[1].text, cut.truncated, cut.dropped) == ("2 3 4", 2, 0)
     assert cut.notice == "data: truncated 2 of 4 prompts to their last 3 tokens"
     with pytest.raises(
-        DataError, match=r"train.jsonl:2: the prompt has 5 tokens, 3 is the limit.*\(and 1 more bad row\)"
+        DataError,
+        match=r"train.jsonl:2: the prompt has 5 tokens, the limit is 3 \(the model's context of 13 less "
+        r"rollout.max_response_tokens = 10\): lower rollout.max_response_tokens, or set .*\(and 1 more bad row\)",
     ):
         load(tokenizer, path, context=13, response=10, overlong="error")
     assert load(tokenizer, path).notice == ""
@@ -187,10 +189,22 @@ def test_the_limit_is_the_smaller_of_the_key_and_what_the_context_leaves(tokeniz
         load(tokenizer, path, context=10)
 
 
-def test_a_fully_filtered_set_says_by_how_much(tokenizer: Any, write: Write) -> None:
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_prompt_tokens": 3}, r"3 \(data.max_prompt_tokens\): raise it, or set"),
+        ({"context": 13}, r"3 \(the model's .* of 13 less .* = 10\): lower rollout.max_response_tokens, or set"),
+        ({"context": 13, "max_prompt_tokens": 3}, r"3 \(the model's .*\): lower rollout.max_response_tokens, or set"),
+        ({"context": 4, "response": 1}, r"3 \(the model's context of 4 less .* = 1\): set"),
+    ],
+)
+def test_a_fully_filtered_set_says_by_how_much_and_what_binds(
+    tokenizer: Any, write: Write, limits: dict[str, int], message: str
+) -> None:
     path = write({"input": "1 2 3 4"}, {"input": "1 2 3"})
-    with pytest.raises(DataError, match=r"train.jsonl:1: all 2 prompts are longer than 3 tokens.*jsonl:2, has 4"):
-        load(tokenizer, path, max_prompt_tokens=3)
+    start = r"train.jsonl:1: all 2 prompts are too long: the shortest, .*jsonl:2, has 4 tokens, the limit is "
+    with pytest.raises(DataError, match=f"{start}{message} data.overlong = 'truncate'"):
+        load(tokenizer, path, **limits)
 
 
 # ---- what can be wrong ----
@@ -208,6 +222,7 @@ BAD_ROWS = [
     ({"input": None}, {}, r":2: field 'input' .* found null"),
     ({"input": ""}, {}, r":2: field 'input' \(data.input_key\) is empty"),
     ({"input": "1"}, {"label_key": "label"}, r":2: no field 'label': set data.label_key"),
+    ({"input": "1", "label": None}, {"label_key": "label"}, r":2: field 'label' \(data.label_key\) is null: give"),
     (
         {"input": "1", "metadata": "x"},
         {},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import runpy
 import sys
 import tempfile
 from pathlib import Path
@@ -76,6 +77,13 @@ def test_manual_loop_is_the_trainers_step(tmp_path: Path, sections: dict[str, di
         assert torch.equal(found[name], tensor), name
     assert any(not torch.equal(expected[name], start[name]) for name in expected)
     close_world()
+
+
+@pytest.mark.parametrize("words", [[], ["run.toml", "many"], ["run.toml", "1", "2"]])
+def test_manual_loop_says_how_it_is_called(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["manual_loop.py", *words])
+    with pytest.raises(SystemExit, match=r"usage: python examples/manual_loop.py CONFIG \[STEPS\]"):
+        runpy.run_path(str(EXAMPLES / "manual_loop.py"), run_name="__main__")
 
 
 def test_load_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

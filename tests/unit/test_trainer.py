@@ -544,7 +544,12 @@ def test_an_interrupted_update_is_not_gone_on_from(trainer_for, monkeypatch):
 
 def test_what_is_worth_a_look_is_said(trainer_for, tmp_path, capsys):
     trainer_for(rollout={"group_size": 1})
-    assert "rollout.group_size = 1" in capsys.readouterr().out
+    assert "rollout.group_size = 1" in (said := capsys.readouterr().out)
+    assert "drawn more than once" not in said
+    trainer_for(rollout={"prompts_per_step": 13})
+    assert "rollout.prompts_per_step = 13, but there are 12 prompts: they are drawn" in capsys.readouterr().out
+    trainer_for(rollout={"filter": "nonzero_std", "oversample_prompts": 16})
+    assert "rollout.oversample_prompts = 16, but there are 12 prompts" in capsys.readouterr().out
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         file = tmp_path / "model" / name
         content = json.loads(file.read_text())
@@ -581,3 +586,7 @@ def test_missing_keys_fail_before_anything_loads():
 
     with pytest.raises(UserError, match=r"model\.path: .*; data\.path: "):
         Trainer(Config())
+    with pytest.raises(UserError, match=r"takes a Config, not a str: Trainer\(load_config\('run.toml'\)\)"):
+        Trainer("run.toml")
+    with pytest.raises(UserError, match=r"not a dict: Trainer\(load_config\(\*\*\{…\}\)\)"):
+        Trainer({"run": {"steps": 3}})

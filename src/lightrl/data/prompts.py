@@ -81,14 +81,31 @@ def load_prompts(config: DataConfig, tokenizer: Any, *, context_length: int, max
     return _hold_to_limit(prompts, tokenizer, config, limit)
 
 
-def _limit(config: DataConfig, context_length: int, max_response_tokens: int) -> int:
-    limit = context_length - max_response_tokens
-    if limit < 1:
+@dataclass(frozen=True)
+class _Limit:
+    """Longest prompt in tokens, why it is that, and what makes it at most `reach`."""
+
+    tokens: int
+    reason: str
+    remedy: str
+    reach: int
+
+    def advice(self, length: int) -> str:
+        """For a prompt of `length` tokens: the limit, and how to raise it if that can be enough."""
+        return f"{self.tokens} ({self.reason}): " + (f"{self.remedy}, or " if length <= self.reach else "")
+
+
+def _limit(config: DataConfig, context_length: int, max_response_tokens: int) -> _Limit:
+    room = context_length - max_response_tokens
+    if room < 1:
         raise DataError(
             f"no room for a prompt: rollout.max_response_tokens = {max_response_tokens} of the model's context of "
             f"{context_length} tokens: lower it (an evaluation set has its own max_response_tokens)"
         )
-    return limit if config.max_prompt_tokens is None else min(limit, config.max_prompt_tokens)
+    if config.max_prompt_tokens is not None and config.max_prompt_tokens < room:
+        return _Limit(config.max_prompt_tokens, "data.max_prompt_tokens", "raise it", reach=room)
+    reason = f"the model's context of {context_length} less rollout.max_response_tokens = {max_response_tokens}"
+    return _Limit(room, reason, "lower rollout.max_response_tokens", reach=context_length - 1)
 
 
 def _tokenize(prompts: list[Prompt], tokenizer: Any, bad: BadRows) -> list[Prompt]:
@@ -107,32 +124,32 @@ def _tokenize(prompts: list[Prompt], tokenizer: Any, bad: BadRows) -> list[Promp
     return done
 
 
-def _hold_to_limit(prompts: list[Prompt], tokenizer: Any, config: DataConfig, limit: int) -> PromptSet:
-    long = [p for p in prompts if len(p.tokens) > limit]
+def _hold_to_limit(prompts: list[Prompt], tokenizer: Any, config: DataConfig, limit: _Limit) -> PromptSet:
+    long = [p for p in prompts if len(p.tokens) > limit.tokens]
     if long and config.overlong == "error":
         bad = BadRows()
         for p in long:
             bad.add(
-                f"{p.source}: the prompt has {len(p.tokens)} tokens, {limit} is the limit: set data.overlong = 'drop' "
-                "or 'truncate', raise data.max_prompt_tokens if it is set, or lower rollout.max_response_tokens"
+                f"{p.source}: the prompt has {len(p.tokens)} tokens, the limit is {limit.advice(len(p.tokens))}set "
+                "data.overlong = 'drop' or 'truncate'"
             )
         bad.raise_if_any()
     if len(long) == len(prompts) and config.overlong == "drop":
         shortest = min(long, key=lambda p: len(p.tokens))
+        least = len(shortest.tokens)
         raise DataError(
-            f"{prompts[0].source}: all {len(prompts)} prompts are longer than {limit} tokens (the shortest, "
-            f"{shortest.source}, has {len(shortest.tokens)}): raise data.max_prompt_tokens, lower "
-            "rollout.max_response_tokens, or set data.overlong = 'truncate'"
+            f"{prompts[0].source}: all {len(prompts)} prompts are too long: the shortest, {shortest.source}, has "
+            f"{least} tokens, the limit is {limit.advice(least)}set data.overlong = 'truncate'"
         )
     kept: list[Prompt] = []
     for prompt in prompts:
-        if len(prompt.tokens) > limit:
+        if len(prompt.tokens) > limit.tokens:
             if config.overlong == "drop":
                 continue
-            tokens = prompt.tokens[-limit:]
+            tokens = prompt.tokens[-limit.tokens :]
             prompt = replace(prompt, tokens=tokens, text=tokenizer.decode(tokens, skip_special_tokens=False))
         kept.append(replace(prompt, index=len(kept)))
     truncate = config.overlong == "truncate"
     return PromptSet(
-        prompts=kept, limit=limit, dropped=0 if truncate else len(long), truncated=len(long) if truncate else 0
+        prompts=kept, limit=limit.tokens, dropped=0 if truncate else len(long), truncated=len(long) if truncate else 0
     )

@@ -67,6 +67,8 @@ class RowReader:
         config = self.config
         value = self._field(row, config.input_key, "input_key")
         label = None if config.label_key is None else self._field(row, config.label_key, "label_key")
+        if label is None and config.label_key is not None:
+            raise _RowError(f"field {config.label_key!r} (data.label_key) is null: give the row a label, or remove it")
         metadata = self._parsed(row, "metadata_key", dict, "an object") or {}
         tools = self._parsed(row, "tool_key", list, "a list") or None
         messages: list[dict[str, Any]] | None = None

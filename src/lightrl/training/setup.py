@@ -31,6 +31,9 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 def check(config: Config) -> None:
     """Rules between sections and required keys, for configs that were not loaded from a file too."""
+    if not isinstance(config, Config):  # `Trainer("run.toml")`
+        of = "**{…}" if isinstance(config, dict) else repr(str(config)) if isinstance(config, str | Path) else "…"
+        raise UserError(f"Trainer takes a Config, not a {type(config).__name__}: Trainer(load_config({of}))")
     problems = config.validate() + config.required()
     if config.log.save_samples and (fault := run_dir_fault(config.run.dir)) is not None:
         problems.append(("run.dir", fault))
@@ -184,9 +187,15 @@ def _build_sglang(
     )
 
 
-def warnings(config: Config, policy: Policy, tokenizer: Any) -> list[str]:
+def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -> list[str]:
     """What goes, and is worth a look."""
     found = [] if policy.module.packed else [stock_notice(policy.hf_config)]
+    if (drawn := config.rollout.prompts_per_draw) > num_prompts:
+        key = "oversample_prompts" if config.rollout.oversample_prompts else "prompts_per_step"
+        found.append(
+            f"rollout.{key} = {drawn}, but there are {num_prompts} prompts: they are drawn more than once in a step; "
+            "lower it, or add prompts"
+        )
     if config.rollout.group_size == 1:
         found.append(
             "rollout.group_size = 1: an answer is compared with the others to its prompt, and alone has advantage 0: "

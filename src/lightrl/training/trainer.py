@@ -125,7 +125,7 @@ class Trainer:
         )
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
         self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
-        for text in setup.warnings(config, self.policy, self.tokenizer):
+        for text in setup.warnings(config, self.policy, self.tokenizer, len(self.prompts)):
             self.console.warning(text)
 
     # ---- one step ----
