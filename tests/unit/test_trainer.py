@@ -270,6 +270,23 @@ def test_evaluation_is_repeatable_and_counts_all_prompts(trainer_for, tmp_path):
     }
 
 
+def test_settings_changed_on_resume_are_told_and_the_earlier_kept(trainer_for, tmp_path, capsys):
+    trainer_for(run={"steps": 1}).train()
+    first = (tmp_path / "run" / "config.toml").read_bytes()
+    trainer_for(run={"steps": 1}, optim={"lr": 7e-3}).train()  # has nothing to do with it, and is not lost either
+    capsys.readouterr()
+    changed = {"optim": {"lr": 5e-3}, "rollout": {"top_k": 3}, "data": {"label_key": "label", "max_prompt_tokens": 50}}
+    trainer_for(run={"steps": 2}, **changed).train()
+    kept = tmp_path / "run" / "config_until_step_000001.toml"
+    assert kept.read_bytes() == first
+    assert "settings changed after step 1: " in (said := capsys.readouterr().out)
+    for change in ("run.steps 1 -> 2", "data.max_prompt_tokens unset -> 50", "optim.lr 0.007 -> 0.005"):
+        assert change in said
+    assert "reward" not in said.partition("settings changed")[2].partition("; the earlier")[0]
+    trainer_for(run={"steps": 2}, **changed).train()
+    assert "settings changed" not in capsys.readouterr().out
+
+
 def test_optimizer_settings_follow_the_config_on_resume(trainer_for):
     """A changed learning rate takes effect; the moments and the place in the schedule are the checkpoint's."""
     trainer_for(run={"steps": 2}, optim={"lr": 1e-3, "warmup_steps": 2}).train()

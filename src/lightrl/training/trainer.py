@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightrl.config.dump import dump_toml
 from lightrl.config.load import holds_run, used_dir_fault
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
@@ -29,7 +28,6 @@ from lightrl.models.export import export_hf
 from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.environment import environment, write_environment
-from lightrl.observe.jsonl import write_whole
 from lightrl.observe.metrics import Tally, rollout_metrics
 from lightrl.observe.timing import StageTimer
 from lightrl.observe.trackers import Trackers, make_trackers
@@ -48,6 +46,7 @@ from lightrl.training.evaluate import evaluate, load_eval_sets
 from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule
 from lightrl.training.packing import TrainSample
 from lightrl.training.policy import Policy
+from lightrl.training.run_config import write_config
 from lightrl.training.update import mismatch_metrics, update
 from lightrl.types import Microbatch, Prompt, SampleGroup
 
@@ -411,7 +410,8 @@ class Trainer:
             self.console.notice(f"nothing to train: {done}; raise it to go on")
         if self.world.is_main:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            write_whole(self.run_dir / "config.toml", dump_toml(self.config).encode())
+            if changed := write_config(self.run_dir, self.config, self.steps_done):
+                self.console.notice(changed)
             write_environment(self.run_dir)
             if self.writer is not None:
                 self.writer.drop_after(self.steps_done)
