@@ -1,6 +1,8 @@
 """Load an exported model with plain transformers, no LightRL, and ask it a few sums.
 
-python examples/load_export.py runs/quickstart/export
+    OMP_WAIT_POLICY=passive python examples/load_export.py runs/quickstart/export
+
+(Threads that wait sleep, instead of taking the cores from other programs: up to three times faster on a busy machine.)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GRPO written out from public parts: what `Trainer.step` does. A test holds the weights equal to the last bit.
 
-    torchrun --nproc-per-node 2 examples/manual_loop.py configs/quickstart.toml 5
+    OMP_WAIT_POLICY=passive torchrun --nproc-per-node 2 examples/manual_loop.py configs/quickstart.toml 5
 
 Left out: evaluation, checkpoints, logs, a reference, whitening, stop strings, `rollout.truncated` other than keep.
 """

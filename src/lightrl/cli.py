@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, cast
 import typer
 
 from lightrl.errors import UserError
+from lightrl.threads import sleep_while_waiting
 
 if TYPE_CHECKING:
     from lightrl.config import Config
@@ -56,6 +57,7 @@ def train(ctx: typer.Context) -> None:
 
     On several GPUs or processes: torchrun --nproc-per-node 8 -m lightrl train run.toml
     """
+    sleep_while_waiting()
     config = _load(*_split(ctx.args))
     _recorded(lambda: _train(config))
 
@@ -72,6 +74,7 @@ def evaluate(
 
     Samples of anything else than a step of the run go to a folder of their own, run.dir/eval/NAME.
     """
+    sleep_while_waiting()
     paths, overrides = _split(ctx.args)
     if checkpoint is not None:
         _must_be_folder(checkpoint, "eval: --checkpoint")

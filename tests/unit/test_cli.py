@@ -387,6 +387,23 @@ def test_module_runs_as_a_script() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("chosen", "policy"), [(None, "passive"), ("active", "active")])
+def test_threads_of_a_run_sleep_while_they_wait(chosen: str | None, policy: str) -> None:
+    """From before torch is imported, which is when OpenMP looks."""
+    script = (
+        "import os, sys, types; from lightrl.cli import main\n"
+        "class Trainer:\n"
+        "    def __init__(self, config, **more): print(os.environ.get('OMP_WAIT_POLICY')); sys.exit(7)\n"
+        "for name, part in (('distributed.mesh', 'close_world'), ('training.trainer', 'Trainer')):\n"
+        "    sys.modules['lightrl.' + name] = types.SimpleNamespace(**{part: Trainer})\n"
+        f"main(['train', *{READY}])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"PYTHONPATH": str(SRC)}
+    environment |= {"OMP_WAIT_POLICY": chosen} if chosen else {}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (7, f"{policy}\n"), done.stderr
+
+
 def test_doctor_judges_versions() -> None:
     from lightrl.doctor import version_finding
 

@@ -25,10 +25,11 @@ LIBRARY = (
 RULES = {
     "": " | lightrl.config lightrl.errors lightrl.training.trainer lightrl.types",  # the lazy names
     "__main__": "lightrl.cli |",
-    "cli": "typer lightrl.errors | lightrl torch.distributed.elastic",
+    "cli": "typer lightrl.errors lightrl.threads | lightrl torch.distributed.elastic",
     "doctor": "| rich torch lightrl.training.policy lightrl.engine.sglang",
     "errors": "|",
     "hooks": "lightrl.errors |",
+    "threads": "|",
     "wrappers": "|",
     "types": "torch |",
     "config": "pydantic pydantic_core lightrl.errors | tomlkit",  # never torch: mistakes answer at once
@@ -55,7 +56,9 @@ RULES = {
     "training": f"torch transformers safetensors numpy {LIBRARY} | lightrl.engine filelock",
 }
 # torchrun's variables; SGLang's; its servers' key; who prints an error before torch is there; OMP_WAIT_POLICY.
-MAY_READ_ENVIRONMENT = {"distributed/mesh.py", "engine/sglang.py", "engine/sglang_server.py", "cli.py", "doctor.py"}
+MAY_READ_ENVIRONMENT = {
+    *("distributed/mesh.py", "engine/sglang.py", "engine/sglang_server.py", "cli.py", "doctor.py", "threads.py")
+}
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 
