@@ -75,7 +75,7 @@ def output(tokens, reason):
 class Engine:
     def __init__(self, **arguments):
         self.server_args = arguments
-        print("starting with", sorted(arguments), flush=True)
+        print("starting with", arguments, flush=True)
         if arguments["model_path"] == "orphan": print("sleeper", subprocess.Popen(["sleep", "600"]).pid, flush=True)
         if arguments["model_path"] == "full": raise RuntimeError("CUDA out of memory")
         if arguments["model_path"] == "silent": time.sleep(600)
@@ -88,15 +88,16 @@ class Engine:
     def shutdown(self): self.tokenizer_manager.scheduler.kill()
 """
 HANG = 3.0
-SERVER_ARGS = """
+# What LightRL sets, which all supported versions have.
+NAMES = """
+model_path dtype trust_remote_code context_length tp_size base_gpu_id random_seed mem_fraction_static
+max_running_requests max_prefill_tokens host port load_format skip_tokenizer_init enable_memory_saver
+custom_weight_loader log_level sampling_backend grammar_backend disable_custom_all_reduce disable_prefill_cuda_graph
+cuda_graph_max_bs_decode attention_backend device
+"""
+SERVER_ARGS = f"""
 import dataclasses
-@dataclasses.dataclass
-class ServerArgs:
-    model_path: str
-    tp_size: int = 1
-    mem_fraction_static: float = 0.9
-    attention_backend: str = ""
-    cuda_graph_max_bs: int = 0
+ServerArgs = dataclasses.make_dataclass("ServerArgs", {NAMES.split()})
 """
 IO_STRUCT = """
 class GenerateReqInput:

@@ -91,6 +91,19 @@ def version_finding(package: str, version: str | None) -> Finding:
     return Finding(package, "ok", version, f"supported: {span}")
 
 
+def sglang_finding(version: str) -> Finding:
+    """What is known of the version of SGLang that is installed.
+
+    >>> sglang_finding("0.5.16").state
+    'problem'
+    """
+    from lightrl.engine.sglang_versions import version_note, version_problem
+
+    if problem := version_problem(version):
+        return Finding("sglang", "problem", version, problem)
+    return Finding("sglang", "ok", version, version_note(version))
+
+
 def _versions() -> list[Finding]:
     python = platform.python_version()
     old = tuple(map(int, platform.python_version_tuple()[:2])) < (3, 11)
@@ -159,10 +172,7 @@ def _optional() -> list[Finding]:
         there = version is not None and importlib.util.find_spec(module) is not None
         found.append(Finding(package, "ok", str(version)) if there else Finding(package, "note", "not installed", cost))
         if there and package == "sglang":
-            from lightrl.engine.sglang import version_problem
-
-            if problem := version_problem(str(version)):
-                found[-1] = Finding(package, "problem", str(version), problem)
+            found[-1] = sglang_finding(str(version))
     return found
 
 

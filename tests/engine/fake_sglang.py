@@ -2,8 +2,9 @@
 
 It answers as SGLang 0.5.17 does (entrypoints/http_server.py, model_runner_components/weight_updater.py), refusals and
 oddities included: ids it has not queued are not aborted, a flush fails while anything runs, plain log-probs are of the
-untruncated distribution and the others come only with a top_k. Run as a program it serves on a free port, which it
-prints; `POST /fault` makes it misbehave.
+untruncated distribution and the others come only with a top_k. As newer ones do, it wants a session for broadcast
+weights and bounds that top_k, where `info` has such a version and `sampling_mask_max_tokens`. Run as a program it
+serves on a free port, which it prints; `POST /fault` makes it misbehave.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Refusal(Exception):
 class FakeSGLang:
     """The model and what the server knows. `info` is what `/server_info` says, to be changed by tests."""
 
-    def __init__(self, folder: Path, *, key: str | None = None) -> None:
+    def __init__(self, folder: Path, *, key: str | None = None, version: str = "0.5.17") -> None:
         config = AutoConfig.from_pretrained(folder)
         model = stock(config, seed=99)  # other weights than any policy's
         self.held: dict[str, Tensor] = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -53,7 +54,7 @@ class FakeSGLang:
         self.vocabulary = self._embeddings = config.vocab_size
         context = config.max_position_embeddings
         self.info: dict[str, Any] = {
-            "version": "0.5.17", "tp_size": 1, "dp_size": 1, "pp_size": 1, "device": "cuda", "dtype": "auto",
+            "version": version, "tp_size": 1, "dp_size": 1, "pp_size": 1, "device": "cuda", "dtype": "auto",
             "context_length": context, "quantization": None, "incremental_streaming_output": False,
         }  # fmt: skip
         self.about = {"model_type": config.model_type, "architectures": [type(model).__name__]}
@@ -64,6 +65,7 @@ class FakeSGLang:
         self.seen: list[str] = []
         self.groups: dict[str, Any] = {}
         self.faults: dict[str, Any] = {}
+        self.session = False
         self._stale, self._lock = True, threading.Lock()
 
     # ---- generation
@@ -77,6 +79,9 @@ class FakeSGLang:
                 raise Refusal(f"token_ids_logprob contains out-of-vocabulary token id {token}; {valid}.")
         if max(body["input_ids"]) >= self._embeddings:
             os._exit(1)  # nobody checks: the scheduler dies of them
+        limit = self.info.get("sampling_mask_max_tokens")
+        if body.get("return_sampling_mask") and limit is not None and not 1 <= sampling["top_k"] <= limit:
+            raise Refusal(f"finite 1 < top_k <= {limit}; Lower top_k or increase --sampling-mask-max-tokens.")
         if rid in self.running:
             raise Refusal(f"Duplicate request ID {rid}")
         if self.faults.get("overload", 0) > 0:
@@ -192,6 +197,8 @@ class FakeSGLang:
             os._exit(1)
         if text := self.faults.get("refuse"):
             raise Refusal(text)
+        if self.info["version"] >= "0.5.21" and not self.session:
+            raise Refusal("must run between begin_weight_update() and end_weight_update()")
         assert body["load_format"] == "flattened_bucket"
         dtypes = [getattr(torch, d) for d in body["dtypes"]]
         sizes = [d.itemsize * int(torch.Size(s).numel()) for d, s in zip(dtypes, body["shapes"], strict=True)]
@@ -199,6 +206,18 @@ class FakeSGLang:
         dist.broadcast(flat, src=0, group=self.groups[body["group_name"]])
         parts = zip(body["names"], flat.split(sizes), dtypes, body["shapes"], strict=True)
         self.take({name: part.view(dtype).reshape(shape) for name, part, dtype, shape in parts}, body)
+
+    def begin(self, _: dict[str, Any]) -> None:
+        if self.info["version"] < "0.5.21":
+            raise Refusal("Not Found", 404)
+        if self.session:
+            raise Refusal("a weight-update session is already open; call end_weight_update() first")
+        self.session = True
+
+    def end(self, _: dict[str, Any]) -> None:
+        if not self.session:
+            raise Refusal("no weight-update session is open; call begin_weight_update() first")
+        self.session = False
 
     def leave(self, body: dict[str, Any]) -> None:
         if body["group_name"] not in self.groups:
@@ -236,6 +255,8 @@ class FakeSGLang:
                 "/init_weights_update_group": self.join,
                 "/update_weights_from_distributed": self.from_broadcast,
                 "/destroy_weights_update_group": self.leave,
+                "/begin_weight_update": self.begin,
+                "/end_weight_update": self.end,
             }
             if path not in actions:
                 raise Refusal("Not Found", 404)
@@ -305,6 +326,6 @@ def serve(fake: FakeSGLang, port: int = 0) -> ThreadingHTTPServer:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    listener = serve(FakeSGLang(Path(sys.argv[1])))
+    listener = serve(FakeSGLang(Path(sys.argv[1]), version=(sys.argv[2:] or ["0.5.17"])[0]))
     print(listener.server_address[1], flush=True)
     sys.stdin.read()  # until whoever started it is gone

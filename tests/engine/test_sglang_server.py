@@ -210,6 +210,14 @@ def test_requests_are_spread(model: torch.nn.Module, checkpoint: Path, fake: Fak
     listener.server_close()
 
 
+def test_too_small_a_limit_for_truncated_answers(engine: SGLangServers, fake: FakeSGLang) -> None:
+    fake.info["sampling_mask_max_tokens"] = 100
+    advice = rf": start it with --sampling-mask-max-tokens {VOCAB}, or set rollout.top_k to no more than its limit$"
+    with pytest.raises(ValueError, match=advice):
+        contract.run(engine, [request(temperature=1.0, top_p=0.9)])
+    contract.run(engine, [request(temperature=1.0, top_p=0.9, top_k=100), request("plain", temperature=1.0)])
+
+
 # ---- what is checked at the start
 
 
@@ -309,11 +317,14 @@ def test_weights_that_do_not_arrive_are_errors(model: torch.nn.Module, checkpoin
         make_engine(model, checkpoint, fake.url).load_groups(groups, 0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def processes(checkpoint: Path) -> Iterator[list[str]]:
-    """Two servers in processes of their own."""
+    """Two servers in processes of their own: one without and one with sessions for weights."""
     command = [sys.executable, str(Path(__file__).with_name("fake_sglang.py")), str(checkpoint)]
-    started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    started = [
+        subprocess.Popen([*command, version], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for version in ("0.5.17", "0.5.21")
+    ]
     yield [f"http://127.0.0.1:{int(p.stdout.readline())}" for p in started]
     for process in started:
         process.kill()
@@ -326,6 +337,7 @@ def held(url: str) -> dict[str, str]:
 
 def test_broadcast(model: torch.nn.Module, checkpoint: Path, processes: list[str]) -> None:
     """Over gloo into two processes: bitwise, in several buckets; errors, and a server that dies, end it."""
+    Server(processes[1]).post("/begin_weight_update", {}, 5)  # a trainer that died has left it open
     engine = make_engine(model, checkpoint, *processes, dtype=torch.bfloat16, transport="nccl")
     engine._transport._buckets = plan(engine._model.layout, 20_000)
     assert len(engine._transport._buckets) == 4  # the embedding, two layers, norm and head
@@ -333,6 +345,8 @@ def test_broadcast(model: torch.nn.Module, checkpoint: Path, processes: list[str
         engine.load_groups(groups_of(weights), version)
         for url in processes:
             assert held(url) == checksums(weights, torch.bfloat16)
+        with pytest.raises(ServerError, match="no weight-update session is open"):  # it was closed
+            Server(processes[1]).post("/end_weight_update", {}, 5)
     engine.close()
     engine.close()
     for url in processes:  # both left the group

@@ -405,7 +405,7 @@ def test_threads_of_a_run_sleep_while_they_wait(chosen: str | None, policy: str)
 
 
 def test_doctor_judges_versions() -> None:
-    from lightrl.doctor import version_finding
+    from lightrl.doctor import sglang_finding, version_finding
 
     states = {
         ("torch", "2.10.9"): "problem",
@@ -418,6 +418,11 @@ def test_doctor_judges_versions() -> None:
         ("datasets", None): "problem",
     }
     assert {key: version_finding(*key).state for key in states} == states
+    sglang = {version: sglang_finding(version) for version in ("0.5.16", "0.5.17", "0.5.23", "0.5.24")}
+    assert [finding.state for finding in sglang.values()] == ["problem", "ok", "ok", "problem"]
+    assert "supported are 0.5.17 to 0.5.23" in sglang["0.5.24"].meaning
+    assert "run on CPUs only so far" in sglang["0.5.23"].meaning
+    assert "CPUs only" not in sglang["0.5.17"].meaning
 
 
 def test_doctor_survives_what_is_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ RULES = {
     "": " | lightrl.config lightrl.errors lightrl.training.trainer lightrl.types",  # the lazy names
     "__main__": "lightrl.cli |",
     "cli": "typer lightrl.errors lightrl.threads | lightrl torch.distributed.elastic",
-    "doctor": "| rich torch lightrl.training.policy lightrl.engine.sglang",
+    "doctor": "| rich torch lightrl.training.policy lightrl.engine.sglang_versions",
     "errors": "|",
     "hooks": "lightrl.errors |",
     "threads": "|",
@@ -47,7 +47,8 @@ RULES = {
     "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models |",
     "engine.sglang": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
-    "engine.sglang_host": "lightrl.engine.sglang_frames | sglang",
+    "engine.sglang_host": "lightrl.engine.sglang_frames lightrl.engine.sglang_versions | sglang",
+    "engine.sglang_versions": "|",
     "engine.sglang_receiver": "torch lightrl.sync lightrl.engine |",
     "engine.sglang_rehearsal": "torch lightrl.sync lightrl.engine |",
     "engine.sglang_copies": "torch |",

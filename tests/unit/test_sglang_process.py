@@ -25,9 +25,9 @@ from lightrl.engine.sglang_requests import Stops
 from lightrl.errors import UserError
 
 SETTINGS = {
-    "model_path": "m", "dtype": "bfloat16", "trust_remote_code": False, "context_length": 64, "tensor_parallel": 1,
-    "device": "cuda", "gpu": 0, "capability": [9, 0], "seed": 0, "memory_fraction": 0.5, "max_batch": 8,
-    "max_prefill_tokens": 64, "port": 1,
+    "model_path": "m", "dtype": "bfloat16", "trust_remote_code": False, "context_length": 64, "vocab_size": 9,
+    "tensor_parallel": 1, "device": "cuda", "gpu": 0, "capability": [9, 0], "seed": 0, "memory_fraction": 0.5,
+    "max_batch": 8, "max_prefill_tokens": 64, "port": 1,
 }  # fmt: skip
 
 
@@ -62,9 +62,9 @@ def request(rid: str, length: int, **fields: Any) -> dict[str, Any]:
 def test_answers_errors_and_aborts(start: Callable[..., HostProcess], tmp_path: Path) -> None:
     host = start({"attention_backend": "triton"})
     assert host.wait_ready() == {"seeds": False}
-    # names that this version has; ours under its older name
-    expected = ["attention_backend", "cuda_graph_max_bs", "mem_fraction_static", "model_path", "tp_size"]
-    assert f"starting with {expected}" in (tmp_path / "engine.log").read_text()
+    started = (tmp_path / "engine.log").read_text()
+    assert "'attention_backend': 'triton'" in started
+    assert "sampling_mask_max_tokens" not in started  # this version has none
     answer = host.call("generate", **request("a", 3))
     assert answer["tokens"] == [0, 1, 2]
     assert (answer["logprobs"], answer["reason"], answer["version"]) == ([-0.5] * 3, "length", "7")
@@ -174,9 +174,9 @@ def test_starts_that_fail(start: Callable[..., HostProcess]) -> None:
         start(model_path="silent", start_timeout=2).wait_ready(60)
     with pytest.raises(EngineLostError, match="did not start in 0 s"):
         start(model_path="silent").wait_ready(0.3)
-    with pytest.raises(UserError, match=r"engine.args.atention_backend: .*did you mean attention_backend\?"):
+    with pytest.raises(UserError, match=r"engine.args.atention_backend: .*did you mean attention_backend or "):
         start({"atention_backend": "fa3"}).wait_ready(60)
-    with pytest.raises(UserError, match=r"engine.args.zzz: .* SGLang has attention_backend, cuda_graph_max_bs, mem_"):
+    with pytest.raises(UserError, match=r"engine.args.zzz: .* SGLang has attention_backend, base_gpu_id, context_"):
         start({"zzz": 1}).wait_ready(60)
     with pytest.raises(UserError, match=r"engine.args.tp_size: set by LightRL \(engine.tensor_parallel\)"):
         start({"tp_size": 2}).wait_ready(60)
@@ -241,13 +241,10 @@ def test_nothing_outlives_a_killed_trainer(start: Callable[..., HostProcess], tm
     wait_until_gone(int(sleeper))  # as SGLang's children, it knows nothing of its parent while it starts
 
 
-def test_versions_and_environment() -> None:
-    assert sglang.version_problem("0.5.17") is None
-    assert sglang.version_problem("0.5.23.post2") is None
-    for text in ("0.5.16", "0.4.9", "0.6.0", "nonsense"):
-        assert f"SGLang {text} is installed; supported are 0.5.17 to 0.5.23" in str(sglang.version_problem(text))
+def test_environment() -> None:
     kept = sglang.child_environment({
-        "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "3", "TORCHELASTIC_RUN_ID": "x", "HOME": "/h", "PYTHONPATH": "/p"
+        "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "3", "TORCHELASTIC_RUN_ID": "x", "HOME": "/h",
+        "PYTHONPATH": "/p", "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "1",
     })  # fmt: skip
     assert kept.keys() == {"HOME", "PYTHONPATH"}
     assert kept["PYTHONPATH"].endswith(f"{os.pathsep}/p")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -30,14 +29,13 @@ from lightrl.engine.sampling import check_request
 from lightrl.engine.sglang_memory import memory_hint
 from lightrl.engine.sglang_process import HostProcess
 from lightrl.engine.sglang_requests import Model, Stops, completion_of, needs_watching, sampling_parameters
+from lightrl.engine.sglang_versions import version_problem
 from lightrl.errors import UserError
 from lightrl.sync.buckets import BucketSender, plan_buckets
 from lightrl.sync.mailbox import MailboxError, MailboxTimeoutError
 from lightrl.sync.shared import EMPTY_PAYLOAD
 from lightrl.types import Status
 
-SUPPORTED = ((0, 5, 17), (0, 5, 23))
-"""First and last version of SGLang that this module is written for."""
 _TAGS = ("weights", "kv_cache")
 _CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 _LOADERS = "lightrl.engine.sglang_receiver."
@@ -110,6 +108,7 @@ class SGLangEngine:
             "dtype": str(model.dtype).removeprefix("torch."),
             "trust_remote_code": model.trust_remote_code,
             "context_length": model.context_length,
+            "vocab_size": model.vocab_size,
             "tensor_parallel": config.tensor_parallel,
             "device": self._device.type,
             "gpu": 0 if on_cpu else index,
@@ -458,23 +457,10 @@ def check_platform(environment: Any, device: torch.device) -> None:
             )
 
 
-def version_problem(text: str) -> str | None:
-    """What is wrong with this version of SGLang.
-
-    >>> version_problem("0.5.17.post1") is None
-    True
-    """
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
-    version = tuple(int(part) for part in found.groups()) if found else (0, 0, 0)
-    if SUPPORTED[0] <= version <= SUPPORTED[1]:
-        return None
-    first, last = (".".join(map(str, v)) for v in SUPPORTED)
-    return f"SGLang {text} is installed; supported are {first} to {last}: pip install 'sglang=={last}'"
-
-
 def child_environment(environment: Any) -> dict[str, str]:
-    """Without torchrun's variables: SGLang's own process group must not join the job's store."""
-    ours = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "GROUP_", "ROLE_")
+    """Without torchrun's variables, as SGLang's own process group must not join the job's store; and without the one
+    by which SGLang moves weights to other places once they are loaded."""
+    ours = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "GROUP_", "ROLE_", "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {k: v for k, v in environment.items() if not k.startswith(ours) and k not in names}
     source = str(Path(__file__).resolve().parents[2])

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lightrl.engine.sglang import version_problem
 from lightrl.engine.sglang_http import RefusedError, Server, ServerError
 from lightrl.engine.sglang_requests import Model
+from lightrl.engine.sglang_versions import needs_weight_session, version_problem
 from lightrl.errors import UserError
 
 _PROBE = 60.0  # seconds
@@ -28,7 +28,7 @@ def read_key(variable: str | None, environment: Any) -> str | None:
 
 
 def examine(server: Server, model: Model, *, broadcast: bool) -> None:
-    """UserError where the server is not there or cannot work with this policy; else its `tensor_parallel` is set."""
+    """UserError where the server is not there or cannot work with this policy; sets what weight sync needs to know."""
     where = f"engine.urls: {server.url}"
     try:
         info, about = server.get("/server_info", _PROBE), server.get("/model_info", _PROBE)
@@ -45,6 +45,7 @@ def examine(server: Server, model: Model, *, broadcast: bool) -> None:
             "policy's checkpoint"
         )
     server.tensor_parallel = int(info.get("tp_size", 1))
+    server.weight_sessions = needs_weight_session(str(info["version"]))
 
 
 def _version(info: dict[str, Any]) -> str | None:

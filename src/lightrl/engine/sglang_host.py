@@ -1,6 +1,6 @@
 """The process that holds SGLang: `python -m lightrl.engine.sglang_host FD`, started by `engine/sglang.py`.
 
-The only module that imports sglang. What differs between its versions is here and nowhere else. SGLang sets signal
+The only module that imports sglang; what differs between its versions is in `sglang_versions.py`. SGLang sets signal
 handlers, event-loop policies and environment variables, and ends all child processes when it shuts down: in a process
 of its own it does so to nobody else, and when it dies the trainer lives to say why. No port is opened but SGLang's own
 rendezvous on loopback; messages come over an inherited socket pair.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import dataclasses
 import difflib
 import os
 import signal
@@ -24,6 +23,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from lightrl.engine import sglang_frames as frames
+from lightrl.engine import sglang_versions as versions
 
 # Set from `[engine]` and `[model]`, or needed for what the trainer does with the engine.
 _OURS = {
@@ -96,7 +96,7 @@ def _start(message: dict[str, Any]) -> Any:
     import sglang
     from sglang.srt.server_args import ServerArgs
 
-    known = {field.name for field in dataclasses.fields(ServerArgs)}
+    known = versions.argument_names(ServerArgs)
     check_arguments(message["args"], known)
     arguments = _defaults(message["settings"], known) | message["args"]
     return sglang.Engine(**arguments)
@@ -114,7 +114,7 @@ def check_arguments(args: dict[str, Any], known: set[str]) -> None:
 
 
 def _defaults(settings: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """Arguments of `sglang.Engine` for our settings, under the names of the installed version."""
+    """Arguments of `sglang.Engine` for our settings, those that the installed version has."""
     receiver = "lightrl.engine.sglang_receiver."
     max_batch = settings["max_batch"]
     arguments: dict[str, Any] = {
@@ -140,19 +140,14 @@ def _defaults(settings: dict[str, Any], known: set[str]) -> dict[str, Any]:
         "disable_custom_all_reduce": settings["tensor_parallel"] > 1,  # it wants NVLink multicast
         # 58 captures by default: minutes, and prompts are long enough to fill the GPU without
         "disable_prefill_cuda_graph": True,
-        "disable_piecewise_cuda_graph": True,
         "cuda_graph_max_bs_decode": max_batch,
-        "cuda_graph_max_bs": max_batch,
+        "sampling_mask_max_tokens": settings["vocab_size"],  # top_p alone may keep any number of tokens
     }
     if settings.get("device") == "cpu":
         arguments |= {"device": "cpu", "attention_backend": "torch_native", "enable_memory_saver": False}
     if settings["capability"] == [9, 0]:
         arguments["attention_backend"] = "fa3"
-    if "cuda_graph_max_bs_decode" in known:
-        del arguments["cuda_graph_max_bs"]  # its older name, kept as an alias
-    if "disable_prefill_cuda_graph" in known:
-        del arguments["disable_piecewise_cuda_graph"]
-    return {name: value for name, value in arguments.items() if name in known and value is not None}
+    return versions.present(arguments, known)
 
 
 async def _warm_up(engine: Any) -> None:
@@ -167,7 +162,7 @@ async def _warm_up(engine: Any) -> None:
 
 
 def _honours_seeds(engine: Any) -> bool:
-    return bool(getattr(engine.server_args, "enable_deterministic_inference", False))
+    return bool(versions.in_effect(engine.server_args, "enable_deterministic_inference"))
 
 
 class _Service:
@@ -296,15 +291,16 @@ class _Service:
         """Weights: `payloads` one a tensor-parallel rank, in base64; `loader` says how they are read."""
         import base64
 
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.managers import io_struct
 
-        request = UpdateWeightsFromTensorReqInput(
+        request = io_struct.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[base64.b64decode(payload) for payload in message["payloads"]],
             load_format=message["loader"],
             flush_cache=message["flush"],
             weight_version=message.get("version"),
         )
-        done, text = await self._manager.update_weights_from_tensor(request, None)
+        async with versions.weight_session(self._manager, io_struct):
+            done, text = await self._manager.update_weights_from_tensor(request, None)
         if not done:
             raise RuntimeError(text)
         return {}

@@ -43,12 +43,13 @@ class RefusedError(ServerError):
 class Server:
     """One server at `url`. `key` goes into the header that SGLang's `--api-key` wants, and nowhere else.
 
-    Implements `lightrl.sync.peers.Peer`; `tensor_parallel` is what the server says of itself (`checks.examine`).
+    Implements `lightrl.sync.peers.Peer`; what the server is like is what it says of itself (`checks.examine`).
     """
 
     def __init__(self, url: str, key: str | None = None, pauses: Sequence[float] = PAUSES) -> None:
         self.url = url.rstrip("/")
         self.tensor_parallel = 1
+        self.weight_sessions = False
         self.pauses = tuple(pauses)
         self._parts = urlsplit(self.url)
         self._headers = {"Content-Type": "application/json", "Connection": "close"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightrl.config.schema import EngineConfig
 
-# In SGLang 0.5.17: model_executor/pool_configurator.py, mem_cache/kv_cache_configurator.py
+# In SGLang 0.5.17 to 0.5.23: model_executor/pool_configurator.py, mem_cache/kv_cache_configurator.py
 _SHARE_TOO_SMALL = ("increase --mem-fraction-static", "raise --mem-fraction-static")
 # mem_cache/allocation.py, managers/schedule_batch.py
 _CACHE_FULL = (

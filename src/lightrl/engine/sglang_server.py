@@ -160,10 +160,17 @@ class SGLangServers:
             if request.id in self._aborted:  # before it ran
                 return _nothing()
             if error.status == 400:
-                raise ValueError(f"request {request.id!r}: {error}") from None
+                raise ValueError(f"request {request.id!r}: {error}{self._advice(str(error))}") from None
             raise
         live.pop(rid, None)
         return self._completion(server, request, output, stops)
+
+    def _advice(self, words: str) -> str:
+        """What to do about a refusal whose own advice does not say it."""
+        size = self._model.vocab_size
+        if "sampling-mask-max-tokens" not in words:
+            return ""
+        return f": start it with --sampling-mask-max-tokens {size}, or set rollout.top_k to no more than its limit"
 
     def _ask(
         self, server: Server, request: GenerateRequest, number: int, rid: str, stops: Stops | None

@@ -13,7 +13,7 @@ import math
 import re
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -86,9 +86,11 @@ class BroadcastSync:
             if self._group is None:
                 self._open()
             buffer = torch.empty(max(b[-1].end for b in self._buckets), dtype=torch.uint8, device=self._device)
+            self._in_sessions(self._begin)
             for number, bucket in enumerate(filled(self._buckets, groups, buffer)):
                 last = number + 1 == len(self._buckets)
                 self._send(bucket, buffer[: bucket[-1].end], label if last else None)
+            self._in_sessions(self._end)
         except BaseException as error:
             self._broken = str(error) or type(error).__name__
             self._leave()
@@ -154,6 +156,22 @@ class BroadcastSync:
         under_way: dict[str, Any] = {p.url: spawn(p.post, path, body, self._timeout) for p in self._peers}
         under_way["broadcast"] = spawn(self._broadcast, flat)
         together(under_way, self._timeout)
+
+    def _in_sessions(self, step: Callable[[Peer], Any]) -> None:
+        """Begin or end the session of each server that takes weights only within one."""
+        peers = [peer for peer in self._peers if peer.weight_sessions]
+        if peers:
+            together({peer.url: spawn(step, peer) for peer in peers}, 3 * self._timeout)
+
+    def _begin(self, peer: Peer) -> None:
+        try:
+            peer.post("/begin_weight_update", {}, self._timeout)
+        except RuntimeError:  # perhaps a trainer that died in a sync left one open
+            self._end(peer)
+            peer.post("/begin_weight_update", {}, self._timeout)
+
+    def _end(self, peer: Peer) -> None:
+        peer.post("/end_weight_update", {}, self._timeout)
 
     def _broadcast(self, flat: Tensor) -> None:
         if self._device.type == "cuda":

@@ -24,6 +24,8 @@ class Peer(Protocol):
     url: str
     tensor_parallel: int
     """Its processes that each hold a part of the model."""
+    weight_sessions: bool
+    """Whether it takes broadcast weights only between `/begin_weight_update` and `/end_weight_update`."""
 
     def post(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Its answer; RuntimeError, naming the server, for a refusal or none in `timeout` seconds."""
