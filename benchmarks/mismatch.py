@@ -203,10 +203,12 @@ def start_engines(trainer: Any, settings: dict[str, Any]) -> tuple[dict[str, Any
     batch = settings["prompts"] * settings["samples"]
     base: dict[str, Any] = {"max_total_tokens": 2 * batch * (settings["tokens"] + 128)}  # they share the GPU
 
+    trainer.policy.stream().layout()  # planned once, before threads ask for it
+    shared = {"kind": "sglang", "memory_fraction": settings.get("fraction", 0.5), "max_batch": batch}
+
     def start(name: str) -> Any:
-        args = base | SETTINGS[name]
         return setup.build_engine(
-            EngineConfig(kind="sglang", memory_fraction=settings.get("fraction", 0.5), max_batch=batch, args=args),
+            EngineConfig(**shared, hang_timeout=60.0, args=base | SETTINGS[name]),  # some compile late
             trainer.policy,
             trainer.tokenizer,
             trainer.context_length,
@@ -234,6 +236,7 @@ def begin_again(trainer: Any, start: list[Any]) -> None:
     """Those weights, and an optimizer that has done nothing."""
     import torch
 
+    trainer.policy.reclaim()  # shards again, after a forward
     with torch.no_grad():
         for parameter, weights in zip(trainer.policy.parameters(), start, strict=True):
             local(parameter).copy_(weights)
@@ -244,6 +247,7 @@ def scale_logits(trainer: Any) -> None:
     """Spread logits by `SPREAD`: they are products of rows of the head with a vector of the last norm."""
     import torch
 
+    trainer.policy.reclaim()
     model = trainer.policy.model
     with torch.no_grad():
         head = local(model.get_output_embeddings().weight)
@@ -288,7 +292,7 @@ def stock_models(trainer: Any) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    weights = {name: tensor.detach().cpu() for name, tensor in trainer.policy.lend()}
+    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in trainer.policy.lend()}
     trainer.policy.reclaim()
     models = []
     for dtype in (trainer.policy.compute_dtype, torch.float32):

@@ -308,11 +308,13 @@ def num_values(trainer: Trainer) -> int:
 
 def shards(trainer: Trainer) -> list[torch.Tensor]:
     """Copies of this rank's float32 parameters."""
+    trainer.policy.reclaim()  # shards again, if a forward or the engine left whole parameters
     return [_local(p).clone() for p in trainer.policy.parameters()]
 
 
 def put_back(trainer: Trainer, copies: list[torch.Tensor]) -> None:
     """Those weights again, and an optimizer that has done nothing yet."""
+    trainer.policy.reclaim()
     with torch.no_grad():
         for parameter, copy in zip(trainer.policy.parameters(), copies, strict=True):
             _local(parameter).copy_(copy)
