@@ -294,9 +294,6 @@ class MemoryWatch:
         self._over.set()
         self._thread.join()
 
-    def gib(self) -> dict[str, float]:
-        return {stage: round(peak / GIB, 2) for stage, peak in self.peaks.items()}
-
 
 # ---- a trainer's insides
 
