@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib
 import os
@@ -41,7 +42,7 @@ def load(path: str, key: str) -> Callable[..., Any]:
     if function is None:
         raise UserError(f"{key} = {path!r}: {_no_name(module_name, name, vars(module))}")
     if not callable(function):
-        raise UserError(f"{key} = {path!r}: {name!r} is a {type(function).__name__}, not a function")
+        raise UserError(f"{key} = {path!r}: {_no_function(name, function)}")
     return function
 
 
@@ -58,7 +59,9 @@ def fault(path: str) -> str | None:
     loaded = sys.modules.get(module_name)
     if loaded is not None:
         known = vars(loaded)
-        return None if name in known or "__getattr__" in known else _no_name(module_name, name, known)
+        if name in known:
+            return None if callable(known[name]) else _no_function(name, known[name])
+        return None if "__getattr__" in known else _no_name(module_name, name, known)
     spec: ModuleSpec | None = None
     parts = module_name.split(".")
     for length in range(1, len(parts) + 1):
@@ -133,7 +136,9 @@ def _fault_in(spec: ModuleSpec, name: str) -> str | None:
     except (ValueError, RecursionError, MemoryError):
         return None
     names = _names(tree)
-    return None if names is None or name in names else _no_name(spec.name, name, names)
+    if names is None:
+        return None
+    return _no_name(spec.name, name, names) if name not in names else _literal(tree, name)
 
 
 def _names(tree: ast.Module) -> set[str] | None:
@@ -155,6 +160,26 @@ def _names(tree: ast.Module) -> set[str] | None:
     used = {node.id for node in everywhere if isinstance(node, ast.Name)}
     used |= {ast.unparse(node) for node in everywhere if isinstance(node, ast.Attribute) and node.attr == "modules"}
     return None if {"*", "__getattr__"} & names or (_DYNAMIC | {"sys.modules"}) & used else names
+
+
+def _literal(tree: ast.Module, name: str) -> str | None:
+    """What to say of a name whose only value is written out, such as `LIMIT = 3`; None for any other."""
+    bound = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            bound += node.id == name and isinstance(node.ctx, ast.Store)
+        else:
+            others = getattr(node, "name", None), getattr(node, "asname", None), *getattr(node, "names", ())
+            bound += name in others
+    for node in tree.body if bound == 1 else ():
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                return _no_function(name, ast.literal_eval(node.value))
+    return None
+
+
+def _no_function(name: str, value: object) -> str:
+    return f"{name!r} is of type {type(value).__name__}, not a function"
 
 
 def _no_module(name: str, here: str, around: ModuleSpec | None = None) -> str:

@@ -311,7 +311,8 @@ def test_paths_that_cannot_work(tokenizer: Any, write: Write, tmp_path: Path) ->
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 not really")
     for name, message in [
         ("trian.jsonl", r"trian.jsonl: no such file or folder \(data.path\) \(did you mean 'train.jsonl'\?\)"),
-        ("empty.jsonl", r"empty.jsonl: no rows: the file is empty"),
+        ("empty.jsonl", r"empty.jsonl: no rows: it is empty, or has blank lines only"),
+        ("train.jsonl[:2]", r"train.jsonl\[:2\]: no such file .*; rows of one are named .*train.jsonl@\[:2\]$"),
         ("array.json", r"array.json:1: .*looks like a JSON array: write one object a line"),
         ("notes.txt", r"notes.txt: unknown kind of file '.txt'"),
         ("torn.parquet", r"torn.parquet: cannot be loaded: .*: check data.path$"),

@@ -59,6 +59,16 @@ def test_names_at_top_level_are_found(module) -> None:
     assert name not in sys.modules
 
 
+def test_values_written_out_are_no_functions(module) -> None:
+    source = "LIMIT = 3\nPARTS = ['a', {'b': -1}]\ntwice = None\ndef twice(): ...\nmade = PARTS\ntaken = other = 2\n"
+    name = module(source)
+    assert hooks.fault(f"{name}:LIMIT") == "'LIMIT' is of type int, not a function"
+    assert hooks.fault(f"{name}:PARTS") == "'PARTS' is of type list, not a function"
+    for unsure in ("twice", "made", "other"):
+        assert hooks.fault(f"{name}:{unsure}") is None, unsure
+    assert hooks.fault("sys:maxsize") == "'maxsize' is of type int, not a function"
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -116,5 +126,5 @@ def test_loading_says_the_same(module) -> None:
             hooks.load(path, "reward.type")
         assert str(caught.value).startswith(f"reward.type = {path!r}: ")
         assert (hooks.fault(path) or "").removeprefix(f"{path!r}: ") in str(caught.value)
-    with pytest.raises(UserError, match="'number' is a int, not a function"):
+    with pytest.raises(UserError, match="'number' is of type int, not a function"):
         hooks.load(f"{name}:number", "reward.type")

@@ -225,7 +225,8 @@ def test_boxed_rules(make: Callable[..., Scorer]) -> None:
         ({"type": "math", "batched": True}, r"reward.batched is for functions of your own"),
         ({"type": "no_such_module:f"}, r"reward.type = 'no_such_module:f': no module 'no_such_module'"),
         ({"type": "lightrl.rewards.box:last_bx"}, r"has no 'last_bx' \(did you mean 'last_box'\?\)"),
-        ({"type": "lightrl.rewards.box:TAIL"}, r"'TAIL' is a int, not a function"),
+        ({"type": "lightrl.rewards.box:TAIL"}, r"'TAIL' is of type int, not a function"),
+        ({"type": "my.rewards.good"}, r"no reward rule 'my.rewards.good': did you mean 'my.rewards:good'\?"),
         ({"type": "a b:c"}, r"write a function as package.module:function"),
     ],
 )

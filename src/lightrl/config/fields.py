@@ -134,7 +134,7 @@ def type_prose(hint: Any) -> str:
         return " or ".join(type_prose(m) for m in members)
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return "one of " + ", ".join(toml(a) for a in args)
+        return ("one of " if len(args) > 1 else "") + ", ".join(toml(a) for a in args)
     if origin is list:
         item = bare(args[0])
         return "a list of " + ("names" if get_origin(item) is Literal else _PLURAL.get(item, "tables"))

@@ -217,7 +217,7 @@ class AlgorithmConfig:
     """Advantages and loss."""
 
     advantage: Literal["grpo"] = "grpo"
-    """Advantage estimator; formulas in docs/algorithms.md."""
+    """Advantage estimator; formulas in docs/algorithms.md. Dr.GRPO is `grpo` with `normalize_std = false`."""
     normalize_std: bool = True
     """Divide group-centred rewards by their standard deviation (GRPO); false only centres them (Dr.GRPO)."""
     whiten: bool = False

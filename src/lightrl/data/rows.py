@@ -38,6 +38,9 @@ def split_slice(path: str) -> tuple[str, slice]:
     ('data.jsonl', slice(None, 100, None))
     """
     if "@[" not in path or Path(path).expanduser().exists():
+        plain = re.fullmatch(r"(.+)(\[-?\d*:-?\d*\])", path)
+        if plain is not None and not Path(path).expanduser().exists():
+            raise DataError(f"{path}: no such file (data.path); rows of one are named {plain[1]}@{plain[2]}")
         return path, slice(None)
     location, _, text = path.rpartition("@[")
     match = re.fullmatch(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*\]", text)
@@ -127,7 +130,7 @@ def _refuse_missing(name: str, file: Path) -> None:
 
 def _sliced(items: Any, rows: slice, name: str) -> Any:
     if not len(items):
-        raise DataError(f"{name}: no rows: the file is empty")
+        raise DataError(f"{name}: no rows: it is empty, or has blank lines only")
     picked = items[rows]
     if not len(picked):
         bounds = ":".join("" if bound is None else str(bound) for bound in (rows.start, rows.stop))
