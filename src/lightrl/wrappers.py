@@ -1,10 +1,10 @@
-"""What wrappers around modules (activation checkpoints, compile) do to parameter names, undone."""
+"""What wrappers around modules (activation checkpoints, compile, precision) do to parameter names, undone."""
 
 from __future__ import annotations
 
 import re
 
-_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module|_float32_module)\.")
 
 
 def clean_name(name: str) -> str:

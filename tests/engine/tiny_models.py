@@ -15,7 +15,10 @@ from transformers import (
     MistralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from lightrl.engine.transformers import TransformersEngine
@@ -59,6 +62,25 @@ def _mixture(family: str) -> Callable[[], PretrainedConfig]:
     return lambda: AutoConfig.for_model(family, **{**SMALL, **_MIXTURES[family]})
 
 
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+RECURRENT: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen3_next": lambda: Qwen3NextConfig(**SMALL, **_DELTA, **_EXPERTS),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**SMALL, **_DELTA),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**SMALL, **_DELTA, **_EXPERTS),
+}
 OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama3_rope": lambda: LlamaConfig(
         **SMALL,

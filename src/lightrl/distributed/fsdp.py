@@ -30,8 +30,9 @@ def shard(
 
     One group a decoder block, one for an untied embedding; the rest (norm, head, a tied embedding) belongs to the
     root, so that the head's weight is whole inside the root's forward, where the loss is computed. Parameters stay
-    float32; blocks compute in `compute_dtype`; gradients are summed (not averaged) in float32: loss weights already
-    hold the global denominator. `recompute_contexts` gives a block's `context_fn` for torch's checkpoint, or None.
+    float32; blocks compute in `compute_dtype`, but for modules that say `keeps_float32`, which become small groups of
+    their own; gradients are summed (not averaged) in float32: loss weights already hold the global denominator.
+    `recompute_contexts` gives a block's `context_fn` for torch's checkpoint, or None.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
@@ -49,6 +50,9 @@ def shard(
             options = {} if context_fn is None else {"context_fn": context_fn}
             wrapped = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
             blocks.register_module(name, wrapped)
+    full = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for module in [m for m in model.modules() if _keeps_float32(m)]:
+        fully_shard(module, mesh=fsdp_mesh, mp_policy=full)
     for block in blocks.children():
         fully_shard(block, mesh=fsdp_mesh, mp_policy=policy)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
@@ -67,6 +71,10 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of decoder blocks")
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
+
+
+def _keeps_float32(module: nn.Module) -> bool:
+    return getattr(module, "keeps_float32", False) is True
 
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
@@ -142,7 +150,8 @@ class WholeTensors:
 
     def _form(self, owner: nn.Module, attribute: str) -> tuple[tuple[int, ...], torch.dtype]:
         tensor = getattr(owner, attribute)
-        return tuple(tensor.shape), self.compute_dtype if attribute in owner._parameters else tensor.dtype
+        computed = attribute in owner._parameters and not _keeps_float32(owner)
+        return tuple(tensor.shape), self.compute_dtype if computed else tensor.dtype
 
     def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
         for module, _ in self.groups:

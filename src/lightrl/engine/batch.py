@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightrl.engine.base import Completion, GenerateRequest
+from lightrl.engine.recurrent import Snapshot
 from lightrl.types import Status
 
 Decode = Callable[[list[int]], str]
@@ -29,9 +30,16 @@ class Job:
     """Numbers of the answers that have not started."""
     results: dict[int, Completion] = field(default_factory=dict)
     logits: Tensor | None = None  # [V] after the prompt's last token, kept while answers wait
+    states: Snapshot = field(default_factory=dict)
+    """Of layers that keep no keys, after the prompt's last token, as long."""
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(self.request.n))
+
+    def forget_prompt(self) -> None:
+        """Answers that have not started compute the prompt anew."""
+        self.logits = None
+        self.states = {}
 
     def settle(self, number: int, completion: Completion) -> None:
         """Record one answer; the last one resolves the request."""

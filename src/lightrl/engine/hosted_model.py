@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from lightrl.engine.kv_cache import ATTENTION_NAME, register_attention
 from lightrl.errors import UserError
 from lightrl.kernels.logprob import linear_logits
-from lightrl.models.registry import patch_layers
+from lightrl.models import gated_delta
+from lightrl.models.registry import is_own_code, patch_layers
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -109,7 +110,9 @@ def _listing(items: list[str], most: int = 5) -> str:
 def _build(config: PretrainedConfig, device: torch.device, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     text = config.get_text_config()
     refusal = f"the embedded engine cannot run model type {config.model_type!r}"
-    kinds = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    recurrent = text.model_type in gated_delta.FAMILIES
+    known = _LAYER_TYPES | gated_delta.LAYER_TYPES if recurrent else _LAYER_TYPES
+    kinds = set(getattr(text, "layer_types", None) or ()) - known
     if kinds:
         raise UserError(f"{refusal}: it has layers of type {', '.join(sorted(kinds))}, not only attention")
     if getattr(config, "is_encoder_decoder", False):
@@ -127,11 +130,12 @@ def _build(config: PretrainedConfig, device: torch.device, dtype: torch.dtype, t
             )
     except ValueError as error:
         raise UserError(f"{refusal}: {str(error).splitlines()[0]}") from error
-    if not model._supports_attention_backend:
+    if not model._supports_attention_backend and not recurrent:  # Qwen3-Next's can, though it does not say so
         raise UserError(f"{refusal}: its attention cannot be replaced through transformers' registry")
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not (recurrent and is_own_code(model)):
         raise UserError(f"{refusal}: it keeps a recurrent state between tokens")
     patch_layers(model)  # experts and routers compute what the trainer's do
+    gated_delta.prepare_engine(model)
     model.requires_grad_(False).eval()
     head = model.get_output_embeddings()
     if type(head) is nn.Linear:

@@ -1,7 +1,8 @@
 """Keys and values of the running sequences, and the attention function that reads and writes them.
 
 Each layer holds two tensors [slots, KV heads, capacity, head dim]; sequence r of the batch lives in slot r. They grow
-by need. Heads before positions, so that what one head reads lies together. transformers calls `cached_attention`
+by need. Heads before positions, so that what one head reads lies together. Layers that keep a state instead have theirs
+in `KVCache.recurrent`. transformers calls `cached_attention`
 through its registry of attention functions; the cache travels there as a keyword argument of the model's forward.
 
 Shapes: `R` running sequences, `T` packed prompt tokens, `H` query heads, `h` KV heads, `D` head dim, `L` keys.
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lightrl.engine.recurrent import RecurrentStates
+from lightrl.kernels.gated_delta import DeltaInputs
 
 ATTENTION_NAME = "lightrl_cached"
 _ROUND = 64  # positions: growth step, and what GPU kernels like as alignment of a mask
@@ -87,18 +91,20 @@ class KVCache:
         self.device = device
         self.num_slots = 0
         self.capacity = 0
+        self.recurrent = RecurrentStates(device)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._segments: list[Segment] | None = None
         self._decode: _DecodeBatch | None = None
 
     @property
     def num_layers(self) -> int:
-        """Layers that have written keys so far."""
-        return len(self._layers)
+        """Layers that have written keys or states so far."""
+        return len(self._layers) + self.recurrent.num_layers
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for pair in self._layers.values() for t in pair)
+        keys = sum(t.numel() * t.element_size() for pair in self._layers.values() for t in pair)
+        return keys + self.recurrent.num_bytes
 
     def reserve(self, num_slots: int, capacity: int, *, max_slots: int, max_capacity: int) -> None:
         """Have room for so many slots of so many positions; takes half as much again, up to the maxima."""
@@ -112,6 +118,7 @@ class KVCache:
         for index, (keys, values) in list(self._layers.items()):
             # one layer at a time: old and new never lie side by side for the whole model
             self._layers[index] = (self._grown(keys), self._grown(values))
+        self.recurrent.reserve(self.num_slots)
 
     def _grown(self, old: Tensor) -> Tensor:
         new = old.new_zeros(self.num_slots, old.shape[1], self.capacity, old.shape[3])
@@ -121,20 +128,23 @@ class KVCache:
     def free(self) -> None:
         """Give all memory back."""
         self._layers.clear()
+        self.recurrent.free()
         self.num_slots = self.capacity = 0
         self._segments = self._decode = None
 
     def copy_slot(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` positions of one slot to others."""
+        """Copy the first `length` positions of one slot to others, and its present state where layers keep one."""
         index = torch.tensor(targets, device=self.device)
         for pair in self._layers.values():
             for cache in pair:
                 content = cache[source : source + 1, :, :length].clone()
                 cache[:, :, :length].index_copy_(0, index, content.expand(len(targets), -1, -1, -1))
+        self.recurrent.copy_slot(source, targets)
 
     def begin_prefill(self, segments: list[Segment]) -> None:
         """The next forward packs these prompts into one row."""
         self._segments, self._decode = segments, None
+        self.recurrent.begin_prefill([(s.stop - s.start, s.slots) for s in segments])
 
     def begin_decode(self, lengths: Sequence[int], spans: Sequence[tuple[int, int]]) -> None:
         """The next forward takes one token of each of the slots 0..R-1, which hold `lengths` keys with the new one.
@@ -142,6 +152,11 @@ class KVCache:
         `spans` (see `plan_spans`) split the slots into runs that one call attends for.
         """
         self._segments, self._decode = None, _DecodeBatch(lengths, spans, self.device, self.capacity)
+        self.recurrent.begin_decode(len(lengths))
+
+    def mix(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        """What a gated delta layer does instead of `attend`."""
+        return self.recurrent.mix(layer, inputs)
 
     def bytes_per_position(self) -> int:
         """Bytes of keys and values one position takes in one layer (0 before the first forward)."""

@@ -204,6 +204,7 @@ class TransformersEngine:
                 assert job.logits is not None
                 if others := [s for s in slots if s != source]:
                     self._cache.copy_slot(source, others, length)
+                self._cache.recurrent.restore(job.states, slots)
                 ready += [(row, job.logits) for row in rows]
             if not job.waiting:
                 self._queue.popleft()
@@ -215,7 +216,7 @@ class TransformersEngine:
             self._sample([row for row, _ in ready], logits)
         for job in {id(row.job): row.job for row, _ in ready}.values():
             if not job.waiting:
-                job.logits = None
+                job.forget_prompt()
 
     def _reserve(self, job: Job | None = None) -> None:
         rows = self._slots.running()
@@ -249,6 +250,8 @@ class TransformersEngine:
         started = []
         for (job, slots), row_logits in zip(prompts, logits, strict=True):
             job.logits = row_logits
+            if job.waiting:
+                job.states = self._cache.recurrent.snapshot(slots[0])
             started += [(row, row_logits) for slot in slots if (row := self._slots.rows[slot]) is not None]
         return started
 
@@ -319,7 +322,7 @@ class TransformersEngine:
         """Forget cached prompts: answers that have not started compute theirs anew."""
         self._slots.forget_prompts()
         for job in self._jobs.values():
-            job.logits = None
+            job.forget_prompt()
 
     def offload(self, tags: tuple[str, ...] = _TAGS) -> None:
         """Release memory by tag. After `weights`, new ones must be loaded before generating."""

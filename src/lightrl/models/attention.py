@@ -12,12 +12,14 @@ segments get here; as the name is not in transformers' mask registry it builds n
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightrl.kernels.gated_delta import Chains
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +60,18 @@ class Segments:
             batch.max_seqlen_k,
             tuple(_blocks(batch, device)),
         )
+
+    @cached_property
+    def chains(self) -> Chains:
+        """The same for layers that keep a state instead of keys: which segment goes on where another ends."""
+        lengths: list[int] = []
+        parents: list[int] = []
+        for block in self.blocks:
+            first = len(lengths)
+            for number, (start, end, _) in enumerate(block.segments):
+                lengths.append(end - start)
+                parents.append(first if number else -1)
+        return Chains.build(lengths, parents, self.cu_seqlens_q.device)
 
 
 @dataclass(frozen=True)

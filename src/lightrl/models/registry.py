@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightrl.models import attention, experts
+from lightrl.models import attention, experts, gated_delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,15 @@ _PLAIN = Family()
 _SOFTMAX_EXPERTS = Family(patch=partial(experts.exchange, router=experts.softmax_router))
 _SIGMOID_EXPERTS = Family(patch=partial(experts.exchange, router=experts.sigmoid_router))
 
+
+def _delta_and_experts(model: Any) -> None:
+    gated_delta.exchange(model)
+    experts.exchange(model, experts.softmax_router)
+
+
+_DELTA = Family(patch=gated_delta.exchange, layer_types=gated_delta.LAYER_TYPES)
+_DELTA_EXPERTS = Family(patch=_delta_and_experts, layer_types=gated_delta.LAYER_TYPES)
+
 FAMILIES: dict[str, Family] = {
     "llama": _PLAIN,
     "mistral": _PLAIN,
@@ -42,8 +51,18 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": _SIGMOID_EXPERTS,  # Moonlight too
     "mimo_v2_flash": _SIGMOID_EXPERTS,
     "gpt_oss": Family(patch=partial(experts.exchange, router=experts.topk_softmax_router)),
+    "qwen3_next": _DELTA_EXPERTS,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA_EXPERTS,
 }
 """By `model_type`."""
+
+_PICTURES_TOO = frozenset({"qwen3_5", "qwen3_5_moe"})
+
+
+def text_config(config: Any) -> Any:
+    """The part of a config that its causal LM is built from: Qwen3.5's checkpoints hold a model that sees, too."""
+    return config.get_text_config() if config.model_type in _PICTURES_TOO else config
 
 
 def is_own_code(model: Any) -> bool:
@@ -53,6 +72,7 @@ def is_own_code(model: Any) -> bool:
 
 def packs_exactly(config: Any) -> bool:
     """Can this model be fed packed rows? Needs a known family, without logit caps or layers of other kinds."""
+    config = text_config(config)
     family = FAMILIES.get(config.model_type)
     return (
         family is not None
@@ -69,7 +89,7 @@ def prepare_packed(model: Any) -> None:
 
 def patch_layers(model: Any) -> None:
     """What the family exchanges beside attention; nothing for a family that is not known."""
-    family = FAMILIES.get(model.config.model_type)
+    family = FAMILIES.get(text_config(model.config).model_type)
     if family is not None and family.patch is not None and is_own_code(model):
         family.patch(model)
 

@@ -16,7 +16,7 @@ from lightrl.config.schema import ModelConfig
 from lightrl.distributed import fsdp
 from lightrl.distributed.mesh import World
 from lightrl.kernels.logprob import linear_logprobs
-from lightrl.models import experts, load, registry
+from lightrl.models import experts, gated_delta, load, registry
 from lightrl.models.attention import Segments
 from lightrl.models.names import StoredTensors, kept_names
 from lightrl.types import Microbatch
@@ -82,6 +82,7 @@ class Policy:
         packed = registry.packs_exactly(hf_config) and registry.is_own_code(model)
         if packed:
             registry.prepare_packed(model)
+            gated_delta.prepare_training(model, world.device, dtype)
         module = PolicyModule(model, packed=packed)
         if frozen:
             module.requires_grad_(False)
