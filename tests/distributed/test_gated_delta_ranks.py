@@ -36,8 +36,9 @@ def test_two_ranks_equal_one(tmp_path, run_distributed):
     from lightrl.distributed.mesh import close_world
 
     models = tmp_path / "models"
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
     for family in {case["model"] for case in CASES.values()}:
-        make_family(models / family, family, layer_types=["linear_attention"] * 2 + ["full_attention"], num_hidden_layers=3)
+        make_family(models / family, family, layer_types=kinds, num_hidden_layers=3)
     try:
         for name, case in CASES.items():
             # the plain way: one shard, nothing recomputed

@@ -81,8 +81,10 @@ def compare_stored(folder: str) -> None:
                     order.append(name)
                     shape, dtype = layout[name]
                     assert tuple(tensor.shape) == shape == tuple(stored[name].shape), (family, name)
-                    # a router's weight is stored as float32; the stream has what the trainer computes with
-                    assert torch.equal(tensor.to(dtype), stored[name].to(dtype)), (family, name)
+                    # the stream has what the trainer computes with; stock stores a router's weight as float32, and
+                    # rounds decays, which stay float32 here
+                    coarser = min(dtype, stored[name].dtype, key=lambda kind: kind.itemsize)
+                    assert torch.equal(tensor.to(coarser), stored[name].to(coarser)), (family, name)
             assert order == list(layout)
     assert len(warned) == 1  # each rank read its own parts of all but one
     assert "hrm_text stores its weights in another way" in warned[0]

@@ -11,7 +11,7 @@ import contract
 import pytest
 import torch
 from tiny_models import CONFIGS, CONTEXT, EOS, OTHERS, SMALL, VOCAB, make_engine, stock
-from transformers import MambaConfig, PretrainedConfig, Qwen3NextConfig, T5Config
+from transformers import MambaConfig, MiniMaxConfig, PretrainedConfig, T5Config
 
 from lightrl.engine.base import Completion, Engine, GenerateRequest, SamplingParams
 from lightrl.engine.batch import Row, Slots
@@ -146,7 +146,7 @@ def test_bfloat16_copy_follows_the_stock_model() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda: Qwen3NextConfig(**SMALL, head_dim=16), "'qwen3_next'.*linear_attention"),
+        (lambda: MiniMaxConfig(**SMALL, head_dim=16), "'minimax'.*linear_attention"),
         (lambda: MambaConfig(hidden_size=32, num_hidden_layers=1), "'mamba'"),
         (lambda: T5Config(), "'t5'.*encoder-decoder"),
     ],

@@ -47,4 +47,6 @@ def test_cost_model_counts_a_known_shape():
     assert cost.per_token == 3 * 2 * (64 + 32 + 32 + 64 + 3 * 128)
     assert cost.per_pair == 3 * 2 * 2 * 2 * 4  # scores and values: 2 heads of 4, two operations each
     assert cost.per_target == 2 * 8 * 100
+    config.layer_types = ["linear_attention", "full_attention", "linear_attention"]
+    assert CostModel.from_config(config).per_pair == 2 * 2 * 2 * 4
     assert cost(2, 3, 1) == 2 * cost.per_token + 3 * cost.per_pair + cost.per_target

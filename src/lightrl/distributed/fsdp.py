@@ -51,8 +51,8 @@ def shard(
             wrapped = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
             blocks.register_module(name, wrapped)
     full = MixedPrecisionPolicy(cast_forward_inputs=False)
-    for module in [m for m in model.modules() if _keeps_float32(m)]:
-        fully_shard(module, mesh=fsdp_mesh, mp_policy=full)
+    for exempt in [m for m in model.modules() if _keeps_float32(m)]:
+        fully_shard(exempt, mesh=fsdp_mesh, mp_policy=full)
     for block in blocks.children():
         fully_shard(block, mesh=fsdp_mesh, mp_policy=policy)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]

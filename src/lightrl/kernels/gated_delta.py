@@ -7,8 +7,8 @@ token, with decay a = exp(g) and learning rate b, and q and k of length one:
 
 Tokens are taken in chunks of up to 64. Within a chunk the updates are a triangular system (the UT transform of Yang et
 al., 2024), solved for all chunks of all segments at once; then states pass from chunk to chunk, as many segments at a
-time as there are. Nothing passes between segments, but for those that continue another one: answers go on from the state
-and the last convolution inputs of a prompt that is there once. All of it is float32 inside and differentiable.
+time as there are. Nothing passes between segments, but for those that continue another one: answers go on from the
+state and the last convolution inputs of a prompt that is there once. All of it is float32 inside and differentiable.
 
 Shapes: `T` rows, `C` channels (q, k and v of all heads), `Hk` and `Hv` key and value heads, `N` chunks of `L` rows.
 """
@@ -116,7 +116,7 @@ class Chains:
 
     @cached_property
     def generations(self) -> tuple[Generation, ...]:
-        """For kernels that take whole segments: those that start afresh, those that continue one of these, and so on."""
+        """For kernels that take whole segments: those that start afresh, then those that continue one of these, …"""
         depth: list[int] = []
         for parent in self.parents:
             depth.append(0 if parent < 0 else depth[parent] + 1)
@@ -212,7 +212,7 @@ def short_convolution(
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, chains: Chains, want_ends: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """q, k [T, Hk, Dk], v [T, Hv, Dv], log_decay, beta [T, Hv] -> [T, Hv, Dv] and, if wanted, states [S, Hv, Dk, Dv]."""
+    """q, k [T, Hk, Dk], v [T, Hv, Dv], log_decay, beta [T, Hv] -> [T, Hv, Dv], and states [S, Hv, Dk, Dv] if wanted."""
     dtype, value_heads = v.dtype, v.shape[1]
     q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
     q, k = (x.repeat_interleave(value_heads // x.shape[1], dim=1) for x in (q, k))

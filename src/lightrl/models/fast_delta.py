@@ -1,7 +1,7 @@
 """flash-linear-attention's kernels for the gated delta rule, where they are installed and right.
 
-Its backward pass was wrong, or refuses to run, on Hopper cards with Triton 3.4 to 3.7.0. No list of versions decides: the
-kernels are tried once against `kernels.gated_delta`, forward and backward, and left alone where the two differ.
+Its backward pass was wrong, or refuses to run, on Hopper cards with Triton 3.4 to 3.7.0. No list of versions decides:
+the kernels are tried once against `kernels.gated_delta`, forward and backward, and left alone where the two differ.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -41,27 +42,26 @@ def choose(device: torch.device, dtype: torch.dtype) -> Mix:
     """What runs gated delta layers: fla's kernels for half precision on a GPU, if they work there; or plain torch."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return gated_delta.mix
-    return _tried(device, dtype)
+    return _found(device, dtype)
 
 
-@cache
-def _tried(device: torch.device, dtype: torch.dtype) -> Mix:
+def find(device: torch.device, dtype: torch.dtype) -> Mix:
+    """fla's kernels if they are installed and right on this device; else plain torch, with a warning that says why."""
     problem = "flash-linear-attention is not installed"
-    try:
-        found = Kernels(
-            importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule, _convolution(_CONVOLUTIONS)
-        )
-        run = partial(mix, found)
-        problem = check(run, device, dtype)
-        if not problem:
-            return run
-    except ImportError as error:
-        if error.name != "fla":
-            problem = f"flash-linear-attention cannot be imported ({error})"
-    except Exception as error:  # whatever Triton or fla raise for this card
-        problem = f"flash-linear-attention fails here ({' '.join(str(error).split())[:200]})"
+    if find_spec("fla") is not None:
+        try:
+            rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+            run = partial(mix, Kernels(rule, _convolution(_CONVOLUTIONS)))
+            problem = check(run, device, dtype)
+            if not problem:
+                return run
+        except Exception as error:  # whatever its import, Triton or the kernels raise here
+            problem = f"flash-linear-attention fails here ({' '.join(str(error).split())[:200]})"
     logger.warning("%s: gated delta layers run in plain torch, which is exact but slower", problem)
     return gated_delta.mix
+
+
+_found = cache(find)  # a policy and its reference ask once
 
 
 def _convolution(paths: tuple[str, ...]) -> Callable[..., Any]:
@@ -72,7 +72,7 @@ def _convolution(paths: tuple[str, ...]) -> Callable[..., Any]:
             continue
         if callable(found):
             return found
-    raise ImportError(f"no causal_conv1d in {', '.join(paths)}", name="causal_conv1d")
+    raise ImportError(f"no causal_conv1d in {', '.join(paths)}")
 
 
 def check(run: Mix, device: torch.device, dtype: torch.dtype) -> str:

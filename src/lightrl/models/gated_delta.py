@@ -1,8 +1,8 @@
 """Layers of the gated delta rule (Qwen3-Next, Qwen3.5), made to take packed rows, on a loaded instance only.
 
-transformers' own forward would let convolution and state run on from one sample into the next. Its projections, norm and
-gate stay; what mixes rows is exchanged for `kernels.gated_delta` over segments (the trainer), or over the states of an
-engine's slots. Segments and cache come as keyword arguments of the model call, as those of the attention function do.
+transformers' own forward would let convolution and state run on from one sample into the next. Its projections, norm
+and gate stay; what mixes rows is exchanged for `kernels.gated_delta` over segments (the trainer), or over the states of
+an engine's slots. Segments and cache come as keyword arguments of the model's call, as the attention function's do.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def prepare_training(model: nn.Module, device: torch.device, dtype: torch.dtype)
     `_float32_module`, which `wrappers.clean_name` leaves out of names.
     """
     found = layers(model)
-    mix = choose(device, dtype) if found else None
+    if not found:
+        return  # and no kernels are tried
+    mix = choose(device, dtype)
     for layer in found:
         decay = Decay(layer.A_log, layer.dt_bias, requires_grad=layer.A_log.requires_grad)
         del layer.A_log, layer.dt_bias

@@ -45,7 +45,7 @@ class CostModel:
 
     @classmethod
     def from_config(cls, config: Any) -> CostModel:
-        """From a Hugging Face config; experts count as the ones a token visits."""
+        """From a Hugging Face config; experts count as the ones a token visits, and pairs in layers that attend."""
         hidden, layers = config.hidden_size, config.num_hidden_layers
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -55,8 +55,10 @@ class CostModel:
         width = getattr(config, "intermediate_size", None) or 4 * hidden
         if experts:
             width = experts * (getattr(config, "moe_intermediate_size", None) or width)
+        kinds = getattr(config, "layer_types", None) or ()
+        attending = layers - sum(kind == "linear_attention" for kind in kinds)
         return cls(
             per_token=float(layers * (attention + 6 * hidden * width)),
-            per_pair=float(layers * 4 * heads * head_dim),
+            per_pair=float(attending * 4 * heads * head_dim),
             per_target=float(2 * hidden * config.vocab_size),
         )
