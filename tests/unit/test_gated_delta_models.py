@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_run
 import torch
 import torch.nn.functional as F
 from families import FAMILIES, make_family
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from lightrl.config.schema import ModelConfig
 from lightrl.distributed.mesh import close_world, init_world
+from lightrl.engine.transformers import TransformersEngine
 from lightrl.kernels.gated_delta import Chains
-from lightrl.models import attention, gated_delta
+from lightrl.models import gated_delta, registry
 from lightrl.models.attention import Segments
 from lightrl.training.packing import TrainSample, pack
 from lightrl.training.policy import Policy, PolicyModule
-from lightrl.training.trainer import Trainer
 from lightrl.types import Microbatch
 
 CPU = torch.device("cpu")
@@ -49,8 +48,7 @@ def packed(model: torch.nn.Module) -> PolicyModule:
     """The same weights in a model that takes segments."""
     ours: Any = AutoModelForCausalLM.from_config(model.config).eval()
     ours.load_state_dict(model.state_dict())
-    ours.set_attn_implementation(attention.register())
-    gated_delta.exchange(ours)
+    registry.prepare_packed(ours)
     gated_delta.prepare_training(ours, CPU, torch.float32)
     return PolicyModule(ours, packed=True)
 
@@ -162,23 +160,26 @@ def _check_decay(policy: Policy, layer: Any, masters: dict[str, torch.Tensor]) -
         assert gradient.abs().max() > 0
 
 
-@pytest.mark.parametrize("family", NAMES)
-def test_grpo_steps(tmp_path: Path, family: str) -> None:
-    """Two steps: engine and trainer agree on log-probs before and after weights have changed."""
-    tiny_run.make_model(tmp_path / "model", family=family, **{"head_dim": 8, **FAMILIES[family]})
-    tiny_run.make_data(tmp_path / "data.jsonl")
-    trainer = Trainer(tiny_run.make_run(tmp_path, run={"steps": 2}))
+def test_a_model_that_sees_too_is_packed_by_its_text_part(tmp_path: Path) -> None:
+    """Checkpoints of Qwen3.5 as they are published: text weights under another prefix, and a vision tower."""
+    text = AutoModelForCausalLM.from_pretrained(make_family(tmp_path / "text", "qwen3_5_text"))
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(text_config=text.config.to_dict(), vision_config={**vision, "num_position_embeddings": 16})
+    both = Qwen3_5ForConditionalGeneration(config)
+    both.model.language_model.load_state_dict(text.model.state_dict())
+    both.lm_head.load_state_dict(text.lm_head.state_dict())
+    both.save_pretrained(tmp_path / "both")
+    world = init_world("cpu")
     try:
-        assert trainer.policy.module.packed
-        before = {n: p.full_tensor().clone() for n, p in trainer.policy.module.named_parameters()}
-        trainer.train()
-        after = dict(trainer.policy.module.named_parameters())
-        assert sum(not torch.equal(after[n].full_tensor(), p) for n, p in before.items()) > len(before) // 2
+        policies = [
+            Policy.load(ModelConfig(path=str(tmp_path / name), compute_dtype="float32"), world)
+            for name in ("text", "both")
+        ]
+        assert all(policy.module.packed for policy in policies)
+        expected, found = (policy(microbatch(), 1.0)[0] for policy in policies)
+        assert torch.equal(found, expected)
+        engine = TransformersEngine(policies[1].hf_config)
+        engine.load_weights(policies[1].lend(), 0, share=True)
+        policies[1].reclaim()
     finally:
-        trainer.close()
         close_world()
-    rows = tiny_run.metrics_of(tmp_path, "mismatch/logprob_abs_diff_max", "optim/grad_norm")
-    assert [step for step, _, _ in rows] == [1, 2]
-    for _, difference, norm in rows:
-        assert difference < 1e-4
-        assert norm > 0

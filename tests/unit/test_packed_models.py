@@ -49,6 +49,14 @@ SPECIAL |= {
     "gpt_oss": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.15}
     | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
 }
+_DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+_DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "head_dim": 16}
+_SHARED = _MOE | {"num_experts": 8, "shared_expert_intermediate_size": 24}
+SPECIAL |= {
+    "qwen3_next": _SHARED | _DELTA,
+    "qwen3_5_text": _DELTA | {"tie_word_embeddings": True},
+    "qwen3_5_moe_text": _SHARED | _DELTA,
+}
 TEMPERATURE = 0.7
 
 
@@ -125,6 +133,8 @@ def build(family: str):
         for name, tensor in stock.state_dict().items():
             if "bias" in name or "sinks" in name:  # not their trivial start values
                 tensor.add_(torch.randn_like(tensor) * 0.3)
+            if name.endswith("A_log"):  # states that last, so that a leak would show
+                tensor.copy_(torch.linspace(-5, -2, len(tensor)))
     ours = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
     ours.load_state_dict(stock.state_dict())
     return stock, ours
