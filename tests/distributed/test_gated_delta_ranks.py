@@ -14,6 +14,7 @@ CASES = {
     "one_sample": {"model": "qwen3_5_text", "only": 1},
     "checkpointing": {"model": "qwen3_5_moe_text", "activation_checkpointing": True},
     "replicated": {"model": "qwen3_5_text", "shard_size": 1},
+    "bfloat16": {"model": "qwen3_next", "compute_dtype": "bfloat16", "activation_checkpointing": True},
 }
 
 
@@ -26,6 +27,9 @@ def run_cases(models: str, reference: str) -> None:
         expected = load_file(f"{reference}/{name}.safetensors")
         assert found.keys() == expected.keys()
         for parameter, gradient in expected.items():
+            if name == "bfloat16":  # other shapes of products round otherwise
+                assert (found[parameter] - gradient).norm() < 0.1 * gradient.norm(), parameter
+                continue
             torch.testing.assert_close(found[parameter], gradient, atol=1e-5, rtol=1e-5, msg=f"{name}: {parameter}")
     torch.distributed.destroy_process_group()
 
