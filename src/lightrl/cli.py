@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from lightrl import ending
 from lightrl.errors import UserError
 from lightrl.threads import sleep_while_waiting
 
 if TYPE_CHECKING:
     from lightrl.config import Config
-
-T = TypeVar("T")
+    from lightrl.training.trainer import Trainer
 
 _CONFIG_ARGS = "[TOML ...] [--section.key value ...]"
 # Typer would hand `--optim.lr` to a list of paths: these commands take their words raw, and `_split` sorts them.
@@ -40,15 +38,30 @@ config_app = typer.Typer(help="Show, check or list the configuration.", no_args_
 app.add_typer(config_app, name="config")
 
 
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", is_eager=True, callback=lambda given: _version(given)),
+    ] = False,
+) -> None:
+    pass
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from lightrl import __version__
+
+        print(f"lightrl {__version__}")
+        raise typer.Exit
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. Wrong input is a line on stderr for each problem, and exit status 2."""
     try:
         app(args=None if argv is None else list(argv), prog_name="lightrl")
     except UserError as error:
-        if _speaks():
-            for problem in getattr(error, "problems", [str(error)]):
-                print(f"error: {problem}", file=sys.stderr)
-        sys.exit(2)
+        ending.mistake(error)
 
 
 @app.command(context_settings=_RAW, options_metavar=_CONFIG_ARGS, epilog=_CONFIG_EPILOG)
@@ -59,7 +72,7 @@ def train(ctx: typer.Context) -> None:
     """
     sleep_while_waiting()
     config = _load(*_split(ctx.args))
-    _recorded(lambda: _train(config))
+    ending.recorded(lambda: _train(config))
 
 
 @app.command("eval", context_settings=_RAW, options_metavar=f"{_CONFIG_ARGS} [OPTIONS]", epilog=_CONFIG_EPILOG)
@@ -81,7 +94,7 @@ def evaluate(
         if _is_model(checkpoint):
             overrides += [f"--model.path={checkpoint.absolute()}", "--run.resume=false"]
     config = _load(paths, overrides, evaluate=True)
-    _recorded(lambda: _evaluate(config, checkpoint))
+    ending.recorded(lambda: _evaluate(config, checkpoint))
 
 
 @app.command()
@@ -119,6 +132,7 @@ def check(ctx: typer.Context) -> None:
     paths, overrides = _split(ctx.args)
     _load(paths, overrides)
     print(f"OK: {' + '.join(paths) or 'the command line'} is a valid configuration")
+    print("not looked at: rows of the data, files of the model, what the reward function does with a sample")
 
 
 @config_app.command("list")
@@ -201,19 +215,62 @@ def _load(paths: Sequence[str], overrides: Sequence[str], *, evaluate: bool = Fa
 
 
 def _train(config: Config) -> None:
-    from lightrl.distributed.mesh import close_world
-    from lightrl.training.trainer import Trainer
+    trainer: Trainer | None = None
+    with ending.told_when_stopped(lambda: _where(config, trainer)), ending.full_disk_told():
+        from lightrl.distributed.mesh import close_world
+        from lightrl.training.trainer import Trainer
 
-    trainer = Trainer(config)
-    try:
-        metrics = trainer.train()
-    finally:
-        trainer.close()
-    close_world()  # after success only: with a rank lost, leaving the group could wait for it
+        if _is_done(config):
+            return
+        trainer = Trainer(config, claim=True)
+        try:
+            metrics = trainer.train()
+        finally:
+            trainer.close()
+        run = config.run.dir
+        trainer.console.notice(
+            f"done; checkpoints are in {run}/checkpoints. Next: lightrl report {run}, or lightrl export OUT --run {run}"
+        )
+        close_world()  # after success only: with a rank lost, leaving the group could wait for it
     _check_gates(config, metrics)
 
 
+def _is_done(config: Config) -> bool:
+    """Whether the run in the folder is at its last step, which is then said; the model need not be loaded for that."""
+    from lightrl.config.rundir import newest_state
+    from lightrl.training.checkpoint import find_fault
+
+    newest = newest_state(config.run.dir) if config.run.resume else None
+    if newest is None or newest[1].get("step", 0) < config.run.steps:
+        return False
+    if find_fault(newest[0], verify=config.checkpoint.verify) is not None:  # an older one is to be gone on from
+        return False
+    if ending.speaks():
+        done = f"step {newest[1]['step']} is done and run.steps = {config.run.steps}"
+        print(f"nothing to train: {done}; raise it to go on. The newest checkpoint is {newest[0]}")
+    return True
+
+
+def _where(config: Config, trainer: Trainer | None) -> str:
+    """What a run that is stopped says of where it stands; nothing where torchrun ends it before its first step."""
+    from lightrl.config.rundir import newest_state
+
+    if trainer is None:
+        return "" if ending.under_torchrun() else "stopped before the first step"
+    stopped = f"stopped in step {min(trainer.steps_done + 1, config.run.steps)}; "
+    if (newest := newest_state(config.run.dir)) is None:
+        return stopped + "there is no checkpoint yet: the same command starts anew"
+    how = "the same command goes on from there" if config.run.resume else "go on from there with run.resume = true"
+    return f"{stopped}the newest checkpoint is of step {newest[1].get('step')}: {how}"
+
+
 def _evaluate(config: Config, checkpoint: Path | None) -> None:
+    with ending.told_when_stopped(lambda: "stopped"), ending.full_disk_told():
+        metrics = _evaluated(config, checkpoint)
+    _check_gates(config, metrics)
+
+
+def _evaluated(config: Config, checkpoint: Path | None) -> dict[str, float]:
     from dataclasses import replace
 
     from lightrl.distributed.mesh import close_world
@@ -221,10 +278,13 @@ def _evaluate(config: Config, checkpoint: Path | None) -> None:
 
     state = _state_to_evaluate(config, checkpoint)
     what, where = str(state or config.model.path), ""
+    if state is None and checkpoint is None and config.run.resume:
+        lack = "has no checkpoint" if Path(config.run.dir).expanduser().is_dir() else "does not exist"
+        where = f", the starting model: {config.run.dir} {lack}"
     if not _is_of_the_run(config, checkpoint, state):
         folder = str(Path(config.run.dir) / "eval" / _name_of(what))
         config = replace(config, run=replace(config.run, dir=folder))
-        where = f"; samples go to {folder}" if config.log.save_samples else ""
+        where += f"; samples go to {folder}" if config.log.save_samples else ""
     trainer = Trainer(config)
     try:
         if state is not None:
@@ -234,16 +294,13 @@ def _evaluate(config: Config, checkpoint: Path | None) -> None:
     finally:
         trainer.close()
     close_world()
-    _check_gates(config, metrics)
+    return metrics
 
 
 def _check_gates(config: Config, metrics: dict[str, float]) -> None:
     """Exit status 1 when the last evaluation is below the `gate` of a set."""
     if missed := config.eval.missed_gates(metrics):
-        if _speaks():
-            for line in missed:
-                print(f"gate missed: {line}", file=sys.stderr)
-        sys.exit(1)
+        ending.leave([f"gate missed: {line}" for line in missed], status=1)
 
 
 def _is_model(folder: Path) -> bool:
@@ -270,7 +327,7 @@ def _state_to_evaluate(config: Config, checkpoint: Path | None) -> Path | None:
 
 def _is_of_the_run(config: Config, checkpoint: Path | None, state: Path | None) -> bool:
     """Whether what is evaluated is a step of the run in `run.dir`: only its samples may stand beside the run's."""
-    from lightrl.config.load import holds_run
+    from lightrl.config.rundir import holds_run
 
     run_dir = Path(config.run.dir).expanduser()
     if state is not None:
@@ -284,20 +341,6 @@ def _name_of(what: str) -> str:
     return re.sub(r"[^\w.-]+", "-", "-".join(words[-2:])).strip("-.")
 
 
-def _recorded(run: Callable[[], T]) -> T:
-    """Run it; under torchrun, an exception also goes into the job's report, with this rank's number."""
-    if "RANK" not in os.environ:
-        return run()
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    return cast(T, record(run)())
-
-
 def _must_be_folder(path: Path, command: str) -> None:
     if not path.is_dir():
         raise UserError(f"{command}: {path}: {'not a folder' if path.exists() else 'no such folder'}")
-
-
-def _speaks() -> bool:
-    """One process a machine prints: under torchrun the others would say the same."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"

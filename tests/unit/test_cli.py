@@ -42,8 +42,10 @@ class FakeTrainer:
     made: list[FakeTrainer] = []  # noqa: RUF012 - emptied by the fixture
     error: Exception | None = None
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, claim: bool = False) -> None:
         self.config = config
+        self.claim = claim
+        self.steps_done = 0
         self.calls: list[str] = []
         self.console = types.SimpleNamespace(notice=lambda text: self.calls.append(f"notice {text}"))
         self.made.append(self)
@@ -70,7 +72,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> type[FakeTrainer]:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         vars(sys.modules[name]).update(names)
 
-    def find_fault(folder: Path) -> str | None:
+    def find_fault(folder: Path, verify: bool = True) -> str | None:
         return None if (folder / "COMMITTED").is_file() else "no COMMITTED, so it was never completed"
 
     def latest(folder: Path) -> Path | None:
@@ -96,7 +98,63 @@ def test_train_gets_the_merged_config(trainer: type[FakeTrainer]) -> None:
         run={"seed": 3, "resume": False},
         rollout={"stop": ["--x"]},
     )
-    assert trainer.made[0].calls == ["train", "close", "leave"]
+    *calls, said, left = trainer.made[0].calls
+    assert (calls, left) == (["train", "close"], "leave")
+    assert said == (
+        "notice done; checkpoints are in runs/lightrl/checkpoints. Next: lightrl report runs/lightrl, or "
+        "lightrl export OUT --run runs/lightrl"
+    )
+    assert trainer.made[0].claim  # before the model loads
+
+
+def checkpoint(step: int, **source: Any) -> Path:
+    """A completed checkpoint of the run in runs/lightrl, as far as the command line looks at it."""
+    folder = Path(f"runs/lightrl/checkpoints/step_{step:06d}")
+    folder.mkdir(parents=True)
+    state = {"step": step, "extra": {"source": {"seed": 0, "shuffle": True, **source}}}
+    (folder / "state.json").write_text(json.dumps(state))
+    for marker in ("COMMITTED", "COMMITTED.json"):  # that of the stand-in above, and the real one
+        (folder / marker).touch()
+    return folder
+
+
+def test_what_stops_a_resume_is_told_before_anything_loads(
+    trainer: type[FakeTrainer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoint(6)
+    Path("run.toml").write_text("[run]\nseed = 4\nsteps = 9\n")
+    was = "the checkpoint in run.dir was made with"
+    assert run("train", "run.toml", *READY, "--data.shuffle", "false") == 2
+    assert capsys.readouterr().err == f"error: run.toml:2: run.seed: {was} 0: set it back, or start a new run.dir\n"
+    assert run("train", *READY, "--data.shuffle", "false") == 2
+    assert f"error: --data.shuffle: {was} true: set it back" in capsys.readouterr().err
+    assert run("train", *READY, "--run.steps", "6") == 0
+    assert capsys.readouterr().out == (
+        f"nothing to train: step 6 is done and run.steps = 6; raise it to go on. The newest checkpoint is {folder}\n"
+    )
+    assert not trainer.made
+    (folder / "COMMITTED").unlink()  # damaged, as a whole look at it finds
+    assert run("train", *READY, "--run.steps", "6") == 0
+    assert trainer.made[0].calls[0] == "train"
+
+
+def test_a_stopped_run_says_where_it_stands(trainer: type[FakeTrainer], capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(self: FakeTrainer) -> None:
+        self.steps_done = 12
+        raise KeyboardInterrupt
+
+    trainer.train = stop  # type: ignore[method-assign]
+    words = ["train", *READY, "--run.steps", "50"]
+    assert run(*words) == 130
+    assert capsys.readouterr().err.strip() == (
+        "stopped in step 13; there is no checkpoint yet: the same command starts anew"
+    )
+    assert trainer.made[0].calls == ["close"]
+    checkpoint(10)
+    assert run(*words) == 130
+    assert capsys.readouterr().err.strip() == (
+        "stopped in step 13; the newest checkpoint is of step 10: the same command goes on from there"
+    )
 
 
 def test_eval_picks_the_checkpoint(trainer: type[FakeTrainer], capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +168,9 @@ def test_eval_picks_the_checkpoint(trainer: type[FakeTrainer], capsys: pytest.Ca
         return trainer.made[-1].config.run.dir
 
     end = ["evaluate", "close", "leave"]
-    assert calls() == ["notice evaluating org/model", *end]
+    assert calls() == ["notice evaluating org/model, the starting model: runs/lightrl does not exist", *end]
+    Path("runs/lightrl").mkdir(parents=True)
+    assert calls()[0] == "notice evaluating org/model, the starting model: runs/lightrl has no checkpoint"
     assert where() == "runs/lightrl"
     for step in ("step_000001", "step_000002"):
         folder = Path("runs/lightrl/checkpoints", step)
@@ -193,12 +253,20 @@ def test_other_commands_reach_their_functions(
     ]
 
 
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"lightrl {lightrl.__version__}\n"
+
+
 def test_config_show_check_list(capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.toml").write_text('[model]\npath = "m"\n')
     assert run("config", "show", "a.toml", "--optim.lr", "1e-8") == 0
     assert capsys.readouterr().out == dump_toml(load_config("a.toml", optim={"lr": 1e-8}))
     assert run("config", "check", "a.toml", "--data.path", "org/d") == 0
-    assert capsys.readouterr().out == "OK: a.toml is a valid configuration\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "OK: a.toml is a valid configuration",
+        "not looked at: rows of the data, files of the model, what the reward function does with a sample",
+    ]
     assert run("config", "check", "a.toml") == 2
     assert capsys.readouterr().err == (
         "error: data.path: not set; name a prompt set (jsonl, parquet, folder or hub dataset)\n"
@@ -253,6 +321,12 @@ def test_torchrun_learns_the_reason(
     with pytest.raises(RuntimeError):
         main(["train", *READY])
     assert "rank 1 is out of luck" in json.dumps(json.loads((tmp_path / "error.json").read_text()))
+    trainer.error = UserError("data.jsonl:3: no field 'input'")
+    for words in (["train", *READY], ["train", *READY, "--optim.lr", "x"]):
+        assert run(*words) == 2
+        told = json.loads((tmp_path / "error.json").read_text())["message"]
+        assert told["message"] == told["extraInfo"]["py_callstack"]  # in place of a traceback
+        assert "error: --optim.lr: " in told["message"] or told["message"] == "error: data.jsonl:3: no field 'input'"
 
 
 QUICK = """

@@ -25,7 +25,8 @@ LIBRARY = (
 RULES = {
     "": " | lightrl.config lightrl.errors lightrl.training.trainer lightrl.types",  # the lazy names
     "__main__": "lightrl.cli |",
-    "cli": "typer lightrl.errors lightrl.threads | lightrl torch.distributed.elastic",
+    "cli": "typer lightrl.errors lightrl.ending lightrl.threads | lightrl",
+    "ending": "lightrl.errors | torch.distributed.elastic",
     "doctor": "| rich torch lightrl.training.policy lightrl.engine.sglang_versions",
     "errors": "|",
     "hooks": "lightrl.errors |",
@@ -58,7 +59,7 @@ RULES = {
 }
 # torchrun's variables; SGLang's; its servers' key; who prints an error before torch is there; OMP_WAIT_POLICY.
 MAY_READ_ENVIRONMENT = {
-    *("distributed/mesh.py", "engine/sglang.py", "engine/sglang_server.py", "cli.py", "doctor.py", "threads.py")
+    *("distributed/mesh.py", "engine/sglang.py", "engine/sglang_server.py", "ending.py", "doctor.py", "threads.py")
 }
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 

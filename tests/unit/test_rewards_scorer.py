@@ -274,7 +274,7 @@ def test_zero_is_the_worst_a_rule_gives(make: Callable[..., Scorer]) -> None:
 # ---- failure rates ----
 
 
-def test_failures_above_the_rate_stop_the_run_with_the_first_traceback(make: Callable[..., Scorer]) -> None:
+def test_failures_above_the_rate_stop_the_run_with_the_first_reason(make: Callable[..., Scorer]) -> None:
     scorer = make(reward, max_failure_rate=0.25)
     score(scorer, sample("raise"), *(sample("bool") for _ in range(3)))
     stats = scorer.take_stats()
@@ -284,10 +284,34 @@ def test_failures_above_the_rate_stop_the_run_with_the_first_traceback(make: Cal
     scorer.check_failures([])
     score(scorer, sample("raise"), sample("bool"))
     with pytest.raises(RewardFailure) as caught:
-        scorer.check_failures(
-            [quiet, RewardStats(total=0), stats, RewardStats(failures=2, total=2, first_traceback="?")]
-        )
-    text = str(caught.value)
-    assert "3 of 10 samples could not be scored, more than reward.max_failure_rate = 0.25 allows" in text
-    assert 'raise RuntimeError("my own error")' in text
-    assert text.endswith("RuntimeError: my own error\n(prompt train.jsonl:7)")
+        scorer.check_failures([quiet, RewardStats(total=0), stats, RewardStats(failures=2, total=2, first_failure="?")])
+    assert str(caught.value) == (
+        "3 of 10 samples could not be scored, more than reward.max_failure_rate = 0.25 allows; the first: "
+        "train.jsonl:7: RuntimeError: my own error"
+    )
+    (note,) = caught.value.__notes__  # frames of the function alone
+    assert [line.split(", ")[-1] for line in note.splitlines() if "File" in line] == ["in reward"]
+    assert note.endswith('raise RuntimeError("my own error")\nRuntimeError: my own error')
+
+
+@pytest.mark.parametrize(
+    ("function", "reason", "frames"),
+    [
+        (lambda s: None, "the reward is None, not a number", 0),
+        (lambda: 1.0, "TypeError: ", 0),
+        (lambda s: {}["acc"], "KeyError: 'acc'", 1),
+        (lambda s: reward(sample("exit")), "RuntimeError: SystemExit: 3", 2),
+        (lambda s: async_reward(sample("raise")), "RuntimeError: my own error", 2),
+    ],
+)
+def test_the_first_failure_is_told_in_a_line_and_frames_are_the_users(
+    make: Callable[..., Scorer], function: Callable[..., Any], reason: str, frames: int
+) -> None:
+    scorer = make(function)
+    score(scorer, sample("x"))
+    with pytest.raises(RewardFailure, match=f"the first: train.jsonl:7: {reason}") as caught:
+        scorer.check_failures(scorer.take_stats())
+    assert "\n" not in str(caught.value)
+    found = [line for note in getattr(caught.value, "__notes__", []) for line in note.splitlines() if " File " in line]
+    assert len(found) == frames
+    assert all("test_rewards_scorer.py" in line for line in found)

@@ -18,15 +18,15 @@ from lightrl.config.dump import dump_toml
 from lightrl.config.fields import bare, code_in, hint_at, hints, range_text, sections, toml, type_prose
 from lightrl.config.lines import Path, dotted
 from lightrl.config.problems import ConfigError, Problems
+from lightrl.config.rundir import holds_run, newest_state, order_fault, run_dir_fault, used_dir_fault
 from lightrl.config.schema import Config
 from lightrl.config.sources import Sources, short
 
-__all__ = ["ConfigError", "dump_toml", "holds_run", "load_config", "load_for_run", "run_dir_fault", "used_dir_fault"]
+__all__ = ["ConfigError", "dump_toml", "load_config", "load_for_run", "model_fault"]
 
 _UNKNOWN = "unexpected_keyword_argument"
 _RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 _LOCAL = ("./", "../", "/", "~")
-_STEP = re.compile(r"step_\d+")  # not step_000010.tmp, a save that was killed
 _SLICE = re.compile(r"@\[[^\[\]]*\]$")
 
 
@@ -68,6 +68,10 @@ def load_for_run(
                 _add(sources, path, fault)
         if not evaluate and not config.run.resume and holds_run(config.run.dir):
             _add(sources, "run.dir", used_dir_fault(config.run.dir))
+        if not evaluate and config.run.resume and (newest := newest_state(config.run.dir)) is not None:
+            other_order = order_fault(newest[1], seed=config.run.seed, shuffle=config.data.shuffle)
+            if other_order is not None:
+                _add(sources, *other_order)
         writes = config.log.save_samples or not evaluate
         if writes and (fault := run_dir_fault(config.run.dir)) is not None:
             _add(sources, "run.dir", fault)
@@ -199,33 +203,20 @@ def _check_files(config: Config, sources: Sources) -> None:
             _add(sources, key, f"no such file or folder: {place}")
     for name in ("path", "tokenizer", "reference_path"):
         value = getattr(config.model, name)
-        if value and value.startswith(_LOCAL) and not FilePath(value).expanduser().exists():
-            _add(sources, ("model", name), f"no such folder: {value}")
+        if value and (fault := model_fault(value)) is not None:
+            _add(sources, ("model", name), fault)
 
 
-def run_dir_fault(name: str) -> str | None:
-    """Why a run cannot write into this folder (which need not exist yet), None if it can."""
-    if not name.strip():
-        return "empty; name a folder for the run"
-    folder = FilePath(name).expanduser().absolute()
-    there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
-    if not there.is_dir():
-        return f"{there} is not a folder; name another place"
-    if not os.access(there, os.W_OK | os.X_OK):
-        return f"no permission to write in {there}; name another place"
+def model_fault(name: str) -> str | None:
+    """Why a model or tokenizer cannot be there, as far as its name tells: it is a folder's, and there is none."""
+    if FilePath(name).expanduser().exists():
+        return None
+    first, *others = name.rstrip("/").split("/")
+    if name.startswith(_LOCAL) or len(others) > 1:
+        return f"no such folder: {name}"
+    if others and FilePath(first).is_dir():
+        return f"no such folder: {name} ({first}/ is a folder here, so this is not looked for on the hub)"
     return None
-
-
-def holds_run(name: str | os.PathLike[str]) -> bool:
-    """Whether a run was begun in this folder: it has metrics or a whole checkpoint."""
-    folder = FilePath(name).expanduser()
-    saved = any(_STEP.fullmatch(path.name) for path in folder.glob("checkpoints/step_*"))
-    return saved or (folder / "metrics.jsonl").exists()
-
-
-def used_dir_fault(name: str | os.PathLike[str]) -> str:
-    """What to say when `run.resume = false` meets a folder that holds a run."""
-    return f"{name} already holds a run; name another folder, or continue with run.resume = true"
 
 
 def _is_local(place: str) -> bool:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import traceback
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
+
+_AROUND = (str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parent), threading.__file__)
 
 
 class Caller:
@@ -75,6 +79,27 @@ async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
 
     threading.Thread(target=target, name="lightrl-reward", daemon=True).start()
     return await future
+
+
+def own_traceback(error: BaseException) -> str:
+    """The error's traceback from the first frame of the function that was called; "" if it was not raised in there."""
+    told = traceback.TracebackException.from_exception(error)
+    _trim(told)
+    return "".join(told.format()).rstrip() if told.stack or told.__cause__ or told.__context__ else ""
+
+
+def _trim(told: traceback.TracebackException) -> None:
+    """Take away the frames that lead to the function, of this error and of those it was raised from."""
+    frames = list(told.stack)
+    while frames and frames[0].filename.startswith(_AROUND):
+        frames.pop(0)
+    told.stack = traceback.StackSummary.from_list(frames)
+    for name in ("__cause__", "__context__"):
+        before = getattr(told, name)
+        if before is not None:
+            _trim(before)
+            if not (before.stack or before.__cause__ or before.__context__):
+                setattr(told, name, None)
 
 
 async def _guarded(awaitable: Awaitable[Any]) -> Any:

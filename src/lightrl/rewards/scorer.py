@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightrl import hooks
@@ -14,17 +13,17 @@ from lightrl.config.schema import RewardConfig
 from lightrl.errors import UserError
 from lightrl.rewards.answer import Answer
 from lightrl.rewards.box import last_box
-from lightrl.rewards.calls import Caller, in_thread
+from lightrl.rewards.calls import Caller, in_thread, own_traceback
 from lightrl.rewards.pool import LimitError, WorkerError, WorkerPool
 from lightrl.rewards.registry import find_rule, function_of
-from lightrl.rewards.values import list_of, reward_of
+from lightrl.rewards.values import BadReward, list_of, reward_of
 from lightrl.types import Prompt, Sample, Status
 
 _THINK, _END_THINK, _RESPONSE = "<think>", "</think>", "###Response"
 
 
-class RewardFailure(RuntimeError):
-    """More reward calls failed than `reward.max_failure_rate` allows."""
+class RewardFailure(UserError):
+    """More reward calls failed than `reward.max_failure_rate` allows. The user's own frames are a note of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,10 @@ class RewardStats:
     total: int = 0
     failures: int = 0
     missing_think: int = 0
-    first_traceback: str | None = None
+    first_failure: str | None = None
+    """Source of the prompt, and the reason, in a line."""
+    first_traceback: str = ""
+    """Of what the user's function raised, from its own first frame."""
 
 
 class Scorer:
@@ -105,16 +107,19 @@ class Scorer:
         return stats
 
     def check_failures(self, stats: RewardStats | Sequence[RewardStats]) -> None:
-        """Raises RewardFailure with the first traceback when all ranks together failed too often."""
+        """Raises RewardFailure with the first reason when all ranks together failed too often."""
         stats = [stats] if isinstance(stats, RewardStats) else stats
         failures, total = sum(s.failures for s in stats), sum(s.total for s in stats)
         if not failures or failures <= self.config.max_failure_rate * total:
             return
-        first = next(s.first_traceback for s in stats if s.first_traceback is not None)
-        raise RewardFailure(
+        first = next(s for s in stats if s.first_failure is not None)
+        failure = RewardFailure(
             f"{failures} of {total} samples could not be scored, more than reward.max_failure_rate = "
-            f"{self.config.max_failure_rate:g} allows; the first failure:\n{first}"
+            f"{self.config.max_failure_rate:g} allows; the first: {first.first_failure}"
         )
+        if first.first_traceback:
+            failure.add_note(first.first_traceback)
+        raise failure
 
     def close(self) -> None:
         """End worker processes and the loop of async functions; idempotent."""
@@ -189,17 +194,19 @@ class Scorer:
         sample.status, sample.reward = Status.FAILED, None
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         sample.metadata["failure"] = f"reward: {reason}"
-        trace = getattr(error, "remote_traceback", "") or "".join(traceback.format_exception(error))
-        self._count(failures=1, trace=f"{trace.rstrip()}\n(prompt {sample.prompt.source or sample.prompt.index})")
+        stats = replace(self._stats, failures=self._stats.failures + 1)
+        if stats.first_failure is None:
+            shown = " ".join(str(error).split())[:500] if isinstance(error, BadReward | WorkerError) else reason
+            stats = replace(
+                stats,
+                first_failure=f"{sample.prompt.source or f'prompt {sample.prompt.index}'}: {shown}",
+                first_traceback=getattr(error, "remote_traceback", "").rstrip() or own_traceback(error),
+            )
+        self._stats = stats
 
-    def _count(self, *, total: int = 0, failures: int = 0, missing_think: int = 0, trace: str | None = None) -> None:
+    def _count(self, *, total: int, missing_think: int) -> None:
         old = self._stats
-        self._stats = RewardStats(
-            total=old.total + total,
-            failures=old.failures + failures,
-            missing_think=old.missing_think + missing_think,
-            first_traceback=old.first_traceback or trace,
-        )
+        self._stats = replace(old, total=old.total + total, missing_think=old.missing_think + missing_think)
 
 
 def rule_name(prompt: Prompt, config: RewardConfig) -> str | None:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightrl.config.load import run_dir_fault
+from lightrl.config.load import model_fault
+from lightrl.config.rundir import newest_state, run_dir_fault
 from lightrl.config.schema import AlgorithmConfig, Config, EngineConfig, ParallelConfig, SyncConfig
+from lightrl.data import PromptSource
 from lightrl.distributed.mesh import World, consecutive_group
 from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import Engine
@@ -37,6 +39,10 @@ def check(config: Config) -> None:
     problems = config.validate() + config.required()
     if config.log.save_samples and (fault := run_dir_fault(config.run.dir)) is not None:
         problems.append(("run.dir", fault))
+    for key in ("path", "tokenizer", "reference_path"):
+        value = getattr(config.model, key)
+        if value and (fault := model_fault(value)) is not None:
+            problems.append((f"model.{key}", fault))
     if "wandb" in config.log.trackers and find_spec("wandb") is None:
         problems.append(("log.trackers", "wandb is not installed: pip install wandb, or take 'wandb' out"))
     if problems:
@@ -70,6 +76,24 @@ def claim(run_dir: Path, world: World, warn: Callable[[str], None]) -> Iterator[
         yield
     finally:
         lock.release()
+
+
+def check_resume(run_dir: Path, source: PromptSource, world: World) -> None:
+    """Look ahead to the checkpoint that the run will go on from, before a model is loaded for it. A collective.
+
+    UserError on every rank if it was made with other prompts, or in another order.
+    """
+    problem = None
+    if world.is_main and (newest := newest_state(run_dir)) is not None:
+        try:
+            ahead = PromptSource(source.prompts, seed=source.seed, shuffle=source.shuffle)
+            ahead.restore(newest[1]["extra"]["source"])
+        except UserError as error:
+            problem = str(error)
+        except (KeyError, TypeError, ValueError):
+            problem = None  # damaged, which loading it will find
+    if problem := world.gather(problem)[0]:
+        raise UserError(problem)
 
 
 def check_vocabulary(prompts: Iterable[Prompt], tokenizer: Any, hf_config: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightrl.config.load import holds_run, used_dir_fault
+from lightrl.config.rundir import holds_run, used_dir_fault
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
 from lightrl.distributed.mesh import deal, init_world, set_deterministic
@@ -55,17 +55,25 @@ class Trainer:
     """A run. `reward` replaces `reward.type`: a function of one `Sample` (of a list with `reward.batched`).
 
     Works under torchrun and, as a world of one, in plain Python or a notebook. Everything that can be wrong with
-    config, data and rewards is found before the model loads.
+    config, data and rewards is found before the model loads. So is, with `claim`, a `run_dir` that another run has or
+    that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone.
     """
 
-    def __init__(self, config: Config, *, reward: Callable[..., Any] | None = None) -> None:
+    def __init__(self, config: Config, *, reward: Callable[..., Any] | None = None, claim: bool = False) -> None:
         setup.check(config)
         self.config = config
         self.world = init_world(config.run.device, config.parallel.shard_size, config.parallel.timeout)
         self.console = Console(config.log, enabled=self.world.is_main)
         self.run_dir = Path(config.run.dir).expanduser()
-        self._load_data(reward)
-        self._load_model()
+        with contextlib.ExitStack() as held:
+            if claim:
+                held.enter_context(setup.claim(self.run_dir, self.world, self.console.warning))
+            self._load_data(reward)
+            if claim and config.run.resume:
+                setup.check_resume(self.run_dir, self.source, self.world)
+            self._load_model()
+            self._held = held.pop_all()
+        self._claimed = claim
         self.steps_done = 0
         self.policy_version = 0
         self.groups_done = 0
@@ -305,6 +313,8 @@ class Trainer:
 
         UserError if another run is training in `run.dir`.
         """
+        if self._claimed:
+            return self._train()
         with setup.claim(self.run_dir, self.world, self.console.warning):
             return self._train()
 
@@ -389,12 +399,14 @@ class Trainer:
             )
 
     def close(self) -> None:
-        """Free engine and reward workers."""
+        """Free engine, reward workers and, if it was claimed, the folder."""
         self.engine.close()
         self.state.close()
         self.scorer.close()
         for eval_set in self.eval_sets:
             eval_set.scorer.close()
+        self._held.close()
+        self._claimed = False
 
     def _resume(self, checkpointer: Checkpointer) -> None:
         used = not (self.config.run.resume or self._began) and holds_run(self.run_dir)
