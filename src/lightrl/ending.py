@@ -31,9 +31,11 @@ def under_torchrun() -> bool:
 
 
 def mistake(error: UserError) -> NoReturn:
-    """End with status 2 and a line for each problem; notes of the error, such as the user's own frames, come before."""
-    lines = [f"error: {problem}" for problem in getattr(error, "problems", [str(error)])]
-    leave([*getattr(error, "__notes__", ()), *lines], status=2)
+    """End with status 2 and a line for each problem. Notes of the error, such as the user's own frames, come before."""
+    if speaks():
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
+    leave([f"error: {problem}" for problem in getattr(error, "problems", [str(error)])], status=2)
 
 
 def leave(lines: Sequence[str], *, status: int) -> NoReturn:

@@ -17,13 +17,14 @@ import tiny_run
 import torch
 from tiny_run import count_letter
 
-from lightrl.distributed.mesh import close_world
+from lightrl.distributed.mesh import close_world, init_world
 from lightrl.errors import UserError
 from lightrl.observe.metrics import Tally
 from lightrl.rewards import RewardFailure
 from lightrl.rollout.collect import run_async
 from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training.advantage import set_advantages
+from lightrl.training.setup import claim
 from lightrl.training.trainer import Trainer
 from lightrl.training.update import update
 from lightrl.types import Status
@@ -225,7 +226,7 @@ def test_r4_failing_rewards_stop_the_run_with_the_first_reason(trainer_for):
         return float(sample.index)
 
     trainer = trainer_for(reward=reward)
-    with pytest.raises(RewardFailure, match=r"4 of 16 samples.*ZeroDivisionError: the grader broke$") as caught:
+    with pytest.raises(RewardFailure, match=r"(?m)4 of 16 samples.*ZeroDivisionError: the grader broke$") as caught:
         trainer.step(trainer.source.next(4))
     (note,) = caught.value.__notes__
     assert "event loop" not in note  # told as it was raised, not as the consequence of something of ours
@@ -417,6 +418,33 @@ def test_two_runs_do_not_share_a_folder(trainer_for, other_run):
     assert trainer.train()["rollout/samples"] == 16
 
 
+def test_a_claimed_folder_is_refused_before_the_model_loads(tmp_path, other_run, monkeypatch):
+    config = tiny_run.make_run(tmp_path, run={"steps": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr("lightrl.models.load.load_config_and_tokenizer", lambda *_: pytest.fail("loaded"))
+        with pytest.raises(UserError, match=IN_USE):
+            Trainer(config, claim=True)
+    other_run.kill()
+    other_run.wait()
+    trainer = Trainer(config, reward=count_letter, claim=True)
+    try:
+        with pytest.raises(UserError, match=IN_USE):
+            Trainer(config, claim=True)
+        assert trainer.train()["rollout/samples"] == 16
+    finally:
+        trainer.close()
+    with claim(tmp_path / "run", init_world("cpu"), print):
+        close_world()
+
+
+def test_a_checkpoint_of_other_data_is_refused_before_the_model_loads(trainer_for, tmp_path, monkeypatch):
+    trainer_for(run={"steps": 1}).train()
+    tiny_run.make_data(tmp_path / "data.jsonl", rows=9)
+    monkeypatch.setattr("lightrl.training.policy.Policy.load", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(UserError, match=r"data\.path: the checkpoint was made with other prompts \(12, now 9;"):
+        Trainer(tiny_run.make_run(tmp_path), claim=True)
+
+
 def test_no_rank_goes_on_without_the_folder(run_distributed, other_run, tmp_path):
     assert run_distributed(_claim_in_vain, 2, tmp_path / "run").count("refused") == 2
     other_run.kill()
@@ -424,9 +452,6 @@ def test_no_rank_goes_on_without_the_folder(run_distributed, other_run, tmp_path
 
 
 def _claim_in_vain(folder):
-    from lightrl.distributed.mesh import close_world, init_world
-    from lightrl.training.setup import claim
-
     with pytest.raises(UserError, match=IN_USE), claim(Path(folder), init_world("cpu"), print):
         pytest.fail("two runs in one folder")
     print("refused")
