@@ -251,6 +251,21 @@ def test_r4_within_the_rate_the_rest_of_the_group_goes_on(tmp_path):
         close_world()
 
 
+def test_a_run_that_cannot_learn_says_so_once(tmp_path, capsys):
+    def reward(sample):
+        return 1 / sample.index - 1 / sample.index  # fails for the first of each group
+
+    config = tiny_run.make_run(tmp_path, run={"steps": 2}, reward={"max_failure_rate": 0.25})
+    trainer = Trainer(config, reward=reward)
+    trainer.train()
+    trainer.close()
+    close_world()
+    said = capsys.readouterr().out
+    assert said.count("step 1: every answer got reward 0, so nothing is learned from rewards") == 1
+    assert said.count("step 1: 4 of 16 samples failed and were left out") == 1
+    assert said.count("warning") == 2
+
+
 def test_works_inside_a_running_event_loop(trainer_for):
     """As in a notebook."""
     trainer = trainer_for()
