@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -71,8 +72,10 @@ def train(ctx: typer.Context) -> None:
     On several GPUs or processes: torchrun --nproc-per-node 8 -m lightrl train run.toml
     """
     sleep_while_waiting()
-    config = _load(*_split(ctx.args))
-    ending.recorded(lambda: _train(config))
+    paths, overrides = _split(ctx.args)
+    config = _load(paths, overrides)
+    with _placed(paths, overrides):
+        ending.recorded(lambda: _train(config))
 
 
 @app.command("eval", context_settings=_RAW, options_metavar=f"{_CONFIG_ARGS} [OPTIONS]", epilog=_CONFIG_EPILOG)
@@ -94,7 +97,8 @@ def evaluate(
         if _is_model(checkpoint):
             overrides += [f"--model.path={checkpoint.absolute()}", "--run.resume=false"]
     config = _load(paths, overrides, evaluate=True)
-    ending.recorded(lambda: _evaluate(config, checkpoint))
+    with _placed(paths, overrides):
+        ending.recorded(lambda: _evaluate(config, checkpoint))
 
 
 @app.command()
@@ -212,6 +216,22 @@ def _load(paths: Sequence[str], overrides: Sequence[str], *, evaluate: bool = Fa
         return registry.fault(name)
 
     return load_for_run(paths, overrides, evaluate=evaluate, code_fault=code_fault)
+
+
+@contextlib.contextmanager
+def _placed(paths: Sequence[str], overrides: Sequence[str]) -> Iterator[None]:
+    """Errors that begin with a key begin with the file and line, or the flag, that set it."""
+    try:
+        yield
+    except UserError as error:
+        from lightrl.config.load import placed
+
+        if (text := placed(str(error), paths, overrides)) == str(error):
+            raise
+        better = UserError(text)
+        for note in getattr(error, "__notes__", ()):
+            better.add_note(note)
+        raise better from error
 
 
 def _train(config: Config) -> None:

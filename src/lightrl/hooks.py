@@ -6,6 +6,7 @@ import ast
 import contextlib
 import difflib
 import importlib
+import inspect
 import os
 import pkgutil
 import sys
@@ -43,7 +44,22 @@ def load(path: str, key: str) -> Callable[..., Any]:
         raise UserError(f"{key} = {path!r}: {_no_name(module_name, name, vars(module))}")
     if not callable(function):
         raise UserError(f"{key} = {path!r}: {_no_function(name, function)}")
+    if (wrong := call_fault(function)) is not None:
+        raise UserError(f"{key} = {path!r}: {wrong}")
     return function
+
+
+def call_fault(function: Callable[..., Any]) -> str | None:
+    """Why a function cannot be called with one argument, as those named in the config are; else None."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # some of C's have none
+        return None
+    try:
+        signature.bind(None)
+    except TypeError:
+        return _takes(getattr(function, "__name__", "the function"), str(signature))
+    return None
 
 
 def fault(path: str) -> str | None:
@@ -138,7 +154,38 @@ def _fault_in(spec: ModuleSpec, name: str) -> str | None:
     names = _names(tree)
     if names is None:
         return None
-    return _no_name(spec.name, name, names) if name not in names else _literal(tree, name)
+    if name not in names:
+        return _no_name(spec.name, name, names)
+    return _literal(tree, name) or _unfit(tree, name)
+
+
+def _unfit(tree: ast.Module, name: str) -> str | None:
+    """As `call_fault`, of a name that a plain `def` at top level binds and nothing else does."""
+    found = [node for node in ast.walk(tree) if name in _bound_by(node)]
+    if len(found) != 1 or found[0] not in tree.body:
+        return None
+    (node,) = found
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
+        return None
+    given = node.args
+    positional = len(given.posonlyargs) + len(given.args)
+    fits = (positional or given.vararg) and positional - len(given.defaults) <= 1 and None not in given.kw_defaults
+    return None if fits else _takes(name, f"({ast.unparse(given)})")
+
+
+def _bound_by(node: ast.AST) -> set[str]:
+    """Names that this node alone binds, in whatever scope."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.alias):
+        return {node.asname or node.name.partition(".")[0]}
+    if isinstance(node, ast.Global):
+        return set(node.names)
+    return {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del) else set()
+
+
+def _takes(name: str, arguments: str) -> str:
+    return f"{name}{arguments} cannot be called with one argument, as it will be"
 
 
 def _names(tree: ast.Module) -> set[str] | None:

@@ -306,6 +306,21 @@ def test_mistakes_exit_with_2_and_one_process_prints(
     assert trainer.made[0].calls == ["train", "close"]
 
 
+def test_late_errors_name_the_place_of_their_key(
+    trainer: type[FakeTrainer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.toml").write_text('[run]\ndevice = "cuda"\n')
+    for said, told in (
+        ("run.device: 'cuda' asked for", "run.toml:2: run.device: 'cuda' asked for"),
+        ("model.path: 'org/model' is gated", "--model.path: 'org/model' is gated"),
+        ("run.seed: a default's", "run.seed: a default's"),
+        ("data.jsonl:3: no field", "data.jsonl:3: no field"),
+    ):
+        trainer.error = UserError(said)
+        assert run("train", "run.toml", *READY) == 2
+        assert capsys.readouterr().err == f"error: {told}\n"
+
+
 def test_an_unexpected_error_keeps_its_traceback(trainer: type[FakeTrainer]) -> None:
     trainer.error = RuntimeError("out of luck")
     with pytest.raises(RuntimeError, match="out of luck"):

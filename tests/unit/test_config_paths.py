@@ -27,6 +27,11 @@ def test_paths_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert check("--data.path", "~/mine.jsonl@[1:]") == []
     assert check("--data.path", "odd.jsonl@[:3]") == []
     assert check("--data.path", "~/gone") == ["--data.path: no such file or folder: ~/gone"]
+    assert check("--model.path", "models/tiny/nope") == ["--model.path: no such folder: models/tiny/nope"]
+    assert check("--model.path", "mine/nope") == []  # a name of the hub
+    Path("mine").mkdir()
+    (problem,) = check("--model.path", "mine/nope")
+    assert problem.startswith("--model.path: no such folder: mine/nope (mine/ is a folder here")
     assert check("--model.path", "~/gone") == ["--model.path: no such folder: ~/gone"]
     assert check("--run.dir", "~/new/folder") == []
     assert check("--run.dir", "") == ["--run.dir: empty; name a folder for the run"]

@@ -15,8 +15,8 @@ SOURCE = """
 raise RuntimeError("this module was run")
 import os.path as paths, json.decoder
 from math import floor as down
-def plain(): inner = 1
-async def waits(): ...
+def plain(sample): inner = 1
+async def waits(sample): ...
 class Grader: method = 1
 assigned: object = None
 left, (right, *rest) = 1, (2, 3)
@@ -45,7 +45,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         Path(f"{made[-1]}.py").write_text(source)
         return made[-1]
 
-    return write
+    yield write
+    for name in made:
+        sys.modules.pop(name, None)
 
 
 def test_names_at_top_level_are_found(module) -> None:
@@ -119,7 +121,7 @@ def test_what_is_malformed(module) -> None:
 
 
 def test_loading_says_the_same(module) -> None:
-    name = module("def f(): ...\nnumber = 3\n")
+    name = module("def f(sample): ...\nnumber = 3\n")
     assert hooks.load(f"{name}:f", "reward.type").__name__ == "f"
     for path in (f"{name}:ff", "no.such.module:f", f"{name}.inner:f", "a b:f"):
         with pytest.raises(UserError) as caught:
@@ -128,3 +130,39 @@ def test_loading_says_the_same(module) -> None:
         assert (hooks.fault(path) or "").removeprefix(f"{path!r}: ") in str(caught.value)
     with pytest.raises(UserError, match="'number' is of type int, not a function"):
         hooks.load(f"{name}:number", "reward.type")
+
+
+CALLS = """
+def none(): ...
+def two(a, b): ...
+def keyword(a, *, b): ...
+async def waits(): ...
+def one(a): ...
+def defaults(a, b=1, *, c=2): ...
+def any_number(*all): ...
+@made_elsewhere
+def decorated(): ...
+def again(): ...
+again = made_elsewhere(again)
+if True:
+    def perhaps(): ...
+class Grader: ...
+"""
+
+
+def test_functions_that_cannot_take_one_argument_are_told_unrun(module) -> None:
+    name = module("raise RuntimeError\n" + CALLS)
+    told = "cannot be called with one argument, as it will be"
+    assert {n: hooks.fault(f"{name}:{n}") for n in ("none", "two", "keyword", "waits")} == {
+        "none": f"none() {told}",
+        "two": f"two(a, b) {told}",
+        "keyword": f"keyword(a, *, b) {told}",
+        "waits": f"waits() {told}",
+    }
+    for good in ("one", "defaults", "any_number", "decorated", "again", "perhaps", "Grader"):
+        assert hooks.fault(f"{name}:{good}") is None, good
+    loaded = module("made_elsewhere = lambda f: lambda x: f()\n" + CALLS)
+    with pytest.raises(UserError, match=rf"reward.type = '{loaded}:perhaps': perhaps\(\) {told}"):
+        hooks.load(f"{loaded}:perhaps", "reward.type")
+    for good in ("one", "defaults", "any_number", "decorated", "again"):
+        assert callable(hooks.load(f"{loaded}:{good}", "reward.type"))

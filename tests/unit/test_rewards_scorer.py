@@ -298,7 +298,6 @@ def test_failures_above_the_rate_stop_the_run_with_the_first_reason(make: Callab
     ("function", "reason", "frames"),
     [
         (lambda s: None, "the reward is None, not a number", 0),
-        (lambda: 1.0, "TypeError: ", 0),
         (lambda s: {}["acc"], "KeyError: 'acc'", 1),
         (lambda s: reward(sample("exit")), "RuntimeError: SystemExit: 3", 2),
         (lambda s: async_reward(sample("raise")), "RuntimeError: my own error", 2),
@@ -315,3 +314,8 @@ def test_the_first_failure_is_told_in_a_line_and_frames_are_the_users(
     found = [line for note in getattr(caught.value, "__notes__", []) for line in note.splitlines() if " File " in line]
     assert len(found) == frames
     assert all("test_rewards_scorer.py" in line for line in found)
+
+
+def test_a_function_that_takes_no_sample_is_refused_at_once(make: Callable[..., Scorer]) -> None:
+    with pytest.raises(UserError, match=r"^reward=: <lambda>\(\) cannot be called with one argument"):
+        make(lambda: 1.0)

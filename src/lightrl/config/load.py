@@ -22,7 +22,7 @@ from lightrl.config.rundir import holds_run, newest_state, order_fault, run_dir_
 from lightrl.config.schema import Config
 from lightrl.config.sources import Sources, short
 
-__all__ = ["ConfigError", "dump_toml", "load_config", "load_for_run", "model_fault"]
+__all__ = ["ConfigError", "dump_toml", "load_config", "load_for_run", "model_fault", "placed"]
 
 _UNKNOWN = "unexpected_keyword_argument"
 _RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
@@ -76,6 +76,20 @@ def load_for_run(
         if writes and (fault := run_dir_fault(config.run.dir)) is not None:
             _add(sources, "run.dir", fault)
     return _checked(config, sources)
+
+
+def placed(text: str, paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str]) -> str:
+    """`section.key: …`, an error found only while the run was made, with the file and line or the flag that set it."""
+    match = re.match(r"(\w+)\.(\w+)(?=: )", text)
+    if match is None:
+        return text
+    sources = Sources(Problems())
+    for path in paths:
+        sources.add_file(path)
+    sources.add_flags(overrides)
+    key: Path = match.groups()
+    origin = sources.origin(key)
+    return text if origin is None else origin.label(key) + text[match.end() :]
 
 
 def _load(

@@ -58,6 +58,8 @@ class Scorer:
             raise UserError(
                 f"reward= takes a function, not a {type(custom).__name__}; one that is named goes into reward.type"
             )
+        if custom is not None and (fault := hooks.call_fault(custom)) is not None:
+            raise UserError(f"reward=: {fault}")
         if custom is None and ":" in config.type:
             self._custom = hooks.load(config.type, "reward.type")
         elif custom is None and config.type:
