@@ -93,7 +93,9 @@ def full_disk_told() -> Iterator[None]:
         if not _is_full_disk(error):
             raise
         text = " ".join(str(error).split())
-        raise UserError(f"{text}; make room: the same command goes on from the newest checkpoint") from error
+        raise UserError(
+            f"a disk is full: {text}; make room: the same command goes on from the newest checkpoint"
+        ) from error
 
 
 def _is_full_disk(error: BaseException) -> bool:

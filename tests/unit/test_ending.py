@@ -67,7 +67,7 @@ def test_a_full_disk_is_a_line_from_wherever_it_was_met() -> None:
     text = "checkpoint of step 2 was not written: rank 1"
     with pytest.raises(UserError, match=r"No space left on device; make room: the same command"), told():
         raise full
-    with pytest.raises(UserError, match=f"^{text}; make room"), told():
+    with pytest.raises(UserError, match=f"^a disk is full: {text}; make room"), told():
         raise RuntimeError(text) from CheckpointException("save", {1: (full, None)})
     with pytest.raises(RuntimeError, match=r"^other$"), told():
         raise RuntimeError("other") from OSError(errno.EIO, "a broken disk")
