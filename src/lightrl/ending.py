@@ -19,6 +19,8 @@ from lightrl.errors import UserError
 
 T = TypeVar("T")
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 def speaks() -> bool:
     """One process a machine prints: under torchrun the others would say the same."""
@@ -105,7 +107,9 @@ def _is_full_disk(error: BaseException) -> bool:
         if id(error) in seen:
             continue
         seen.add(id(error))
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        if any(f"(os error {number})" in str(error) for number in _FULL):  # of safetensors, which is written in Rust
             return True
         waiting += [cause for cause in (error.__cause__, error.__context__) if cause is not None]
         failures = getattr(error, "failures", None)  # torch's CheckpointException: rank -> (exception, traceback)

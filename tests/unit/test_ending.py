@@ -61,6 +61,7 @@ def test_signals_are_as_before_after_the_block() -> None:
 
 
 def test_a_full_disk_is_a_line_from_wherever_it_was_met() -> None:
+    from safetensors import SafetensorError
     from torch.distributed.checkpoint.api import CheckpointException
 
     told, full = ending.full_disk_told, OSError(errno.ENOSPC, "No space left on device")
@@ -69,6 +70,8 @@ def test_a_full_disk_is_a_line_from_wherever_it_was_met() -> None:
         raise full
     with pytest.raises(UserError, match=f"^a disk is full: {text}; make room"), told():
         raise RuntimeError(text) from CheckpointException("save", {1: (full, None)})
+    with pytest.raises(UserError, match=r"^a disk is full: saving"), told():
+        raise RuntimeError("saving") from SafetensorError("I/O error: No space left on device (os error 28)")
     with pytest.raises(RuntimeError, match=r"^other$"), told():
         raise RuntimeError("other") from OSError(errno.EIO, "a broken disk")
 
