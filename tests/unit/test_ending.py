@@ -18,9 +18,14 @@ SRC = Path(ending.__file__).parents[1]
 WAIT = """
 import asyncio, sys, time
 from lightrl.ending import told_when_stopped
-with told_when_stopped(lambda: "stopped in step 3"):
+async def loop():
     print("begun", flush=True)
-    asyncio.run(asyncio.sleep(60)) if sys.argv[1] == "loop" else time.sleep(60)
+    await asyncio.sleep(60)
+with told_when_stopped(lambda: "stopped in step 3"):
+    if sys.argv[1] == "loop":
+        asyncio.run(loop())
+    print("begun", flush=True)
+    time.sleep(60)
 """
 
 
