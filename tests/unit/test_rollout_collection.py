@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from fake_engine import FakeEngine, FakeScorer
@@ -12,7 +14,7 @@ from lightrl.engine.base import EngineLostError, SamplingParams
 from lightrl.rollout.collect import Sampler, sample_seed
 from lightrl.rollout.filters import nonzero_std
 from lightrl.rollout.ranks import Collection
-from lightrl.rollout.selection import Selection
+from lightrl.rollout.selection import Selection, Verdict
 from lightrl.types import Prompt
 
 PROMPTS = [Prompt(index=i, tokens=[1, 2], text="") for i in range(40)]
@@ -153,3 +155,25 @@ def test_every_other_error_is_raised_and_leaves_nothing_running() -> None:
     with pytest.raises(ZeroDivisionError, match="the grader broke"):
         collection(engine, Broken(), judge=None).run(lambda: None)
     assert not engine.running
+
+
+def test_a_group_that_is_done_while_verdicts_are_exchanged_counts() -> None:
+    """Of two ranks, the other is idle: its groups passed. This rank's are done between its report and the others'."""
+    exchanging, done, exchanges = threading.Event(), threading.Event(), []
+
+    class Pair(World):
+        def gather(self, record):
+            if isinstance(record, bool):
+                return [record, False]
+            exchanges.append(record)
+            assert len(exchanges) < 20, "verdicts were lost: the collection has no end"
+            exchanging.set()
+            assert done.wait(10)
+            theirs = {number: Verdict(keep=True) for number in (1, 3, 5)} if len(exchanges) == 1 else {}
+            return [record, replace(record, verdicts=theirs, is_idle=True)]
+
+    engine = FakeEngine(ticks=lambda seed: 0 if exchanging.is_set() else 10**9)
+    made = collection(engine, FakeScorer(), wanted=6, on_group=lambda group: group.group_index == 4 and done.set())
+    made.world = Pair(rank=0, size=2, local_rank=0, device=None, mesh=None, cpu_group=None)
+    assert [g.group_index for g in made.run(lambda: None)] == [0, 2, 4]
+    assert exchanges[0].verdicts == {}

@@ -158,13 +158,29 @@ def test_an_engine_that_dies_costs_only_the_answers_that_were_lost(trainer_for, 
         assert evaluated[0][name] == pytest.approx(evaluated[1][name], abs=1e-6)
 
 
-def test_an_engine_that_died_while_it_idled_is_restarted_too(trainer_for):
-    class Idling(MortalEngine):
-        def load_weights(self, *args, **kwargs):
-            super().load_weights(*args, **kwargs)
-            if self.lost:
-                raise EngineLostError("the engine died")
+class Idling(MortalEngine):
+    """Says that it is lost when it gets weights, as one in another process does."""
 
+    def load_weights(self, *args, **kwargs):
+        super().load_weights(*args, **kwargs)
+        if self.lost:
+            raise EngineLostError("the engine died")
+
+
+def test_an_engine_that_died_while_it_idled_finds_room_when_it_is_restarted(trainer_for, monkeypatch):
+    """It is lost before the training state leaves the GPU: the new one must not start beside it."""
+    trainer, events = trainer_for(parallel={"offload": "always"}), []
+    engine = mortal(trainer)
+    engine.__class__ = Idling
+    restart = engine.restart
+    monkeypatch.setattr(engine, "restart", lambda: events.append("start") or restart(), raising=False)
+    monkeypatch.setattr(trainer.state, "make_room", lambda nbytes: events.append("room"))
+    engine.lost = True
+    trainer.step(trainer.source.next(3))
+    assert events == ["room", "start"]
+
+
+def test_an_engine_that_died_while_it_idled_is_restarted_too(trainer_for):
     reference, broken = trainer_for(), trainer_for(folder="two")
     engine = mortal(broken)
     engine.__class__ = Idling

@@ -23,7 +23,7 @@ class Elsewhere:
     def __init__(self, inner: Any, model: nn.Module) -> None:
         self._inner, self._model = inner, model
         self.events: list[str] = []
-        self.taken = {"weights", "kv_cache"}
+        self.taken: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -42,6 +42,8 @@ class Elsewhere:
         return 0 if tag in self.taken else {"weights": 10, "kv_cache": 20}[tag]
 
     def offload(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+        if not self.taken & set(tags):
+            return
         self.taken -= set(tags)
         self.note("release " + "+".join(tags))
         if "weights" in tags:
@@ -109,6 +111,24 @@ def test_a_sync_while_others_generate_brings_the_state_back_first(tmp_path: Path
     finally:
         trainer.close()
         close_world()
+
+
+def test_ranks_of_one_engine_ask_the_same_of_it_wherever_their_states_are(tmp_path: Path) -> None:
+    """Releasing is done together by the ranks that share an engine; with `auto` the state of one may have stayed."""
+    asked = []
+    for mode in ("always", "never"):
+        trainer = Trainer(tiny_run.make_run(tmp_path))
+        engine = Elsewhere(trainer.engine, trainer.policy.module)
+        state = TrainingState(Offloader(trainer.policy.module, trainer.optimizer, on_cpu=True), mode)
+        try:
+            for _ in range(2):
+                sync_weights(trainer.policy, engine, 0, state)
+            asked.append([event.split(",")[0] for event in engine.events])
+        finally:
+            state.close()
+            trainer.close()
+            close_world()
+    assert asked[0] == asked[1]
 
 
 @pytest.mark.parametrize("text", ["sometimes", "true"])

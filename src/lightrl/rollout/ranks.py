@@ -47,6 +47,8 @@ class Collection:
     draw_early: bool = False
     on_group: Callable[[SampleGroup], None] = lambda group: None
     on_restart: Callable[[int], None] = lambda count: None
+    restart: Callable[[], None] | None = None
+    """Restarts this rank's engine; None: `Restartable.restart` alone."""
     _works: list[Work] = field(default_factory=list, init=False)
     _lost: bool = field(default=False, init=False)
 
@@ -82,8 +84,9 @@ class Collection:
                     if work.group is None and work not in under_way:
                         tasks[asyncio.create_task(self._complete(work, verdicts))] = work
                 await self._wait(tasks)
-                reports = await self._exchange(_Report(verdicts=dict(verdicts), is_idle=not tasks))
-                verdicts.clear()
+                mine = _Report(verdicts=dict(verdicts), is_idle=not tasks)
+                verdicts.clear()  # now: groups go on being done while ranks exchange
+                reports = await self._exchange(mine)
                 for report in reports:
                     self.selection.note(report.verdicts)
                 all_idle = all(report.is_idle for report in reports)
@@ -163,7 +166,7 @@ class Collection:
             self.on_restart(sum(any(ranks) for ranks in engines))
             if any(engines[self.world.rank // self.ranks_per_engine]):
                 assert isinstance(engine, Restartable)
-                engine.restart()
+                (self.restart or engine.restart)()
                 self._lost = False
             with contextlib.suppress(EngineLostError):  # lost again: the next turn sees it
                 renew()

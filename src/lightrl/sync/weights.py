@@ -23,9 +23,6 @@ class Lender(Protocol):
 class State(Protocol):
     """What training keeps on this rank's GPU (`distributed.offload.TrainingState`)."""
 
-    @property
-    def is_offloaded(self) -> bool: ...
-
     def free_cache(self, nbytes: int) -> None: ...
 
     def make_room(self, nbytes: int) -> None: ...
@@ -47,9 +44,10 @@ def sync_weights(policy: Lender, engine: Engine, version: int, state: State | No
         return
     colocated = engine if isinstance(engine, Colocated) else None
     if state is not None and colocated is not None:
-        if state.is_offloaded:  # others generate already: an engine was lost
-            engine.offload(("kv_cache",))
-            state.come_back()
+        # Where others generate already, as an engine was lost. All ranks of an engine release: the state may have left
+        # some of their GPUs alone.
+        engine.offload(("kv_cache",))
+        state.come_back()
         state.free_cache(colocated.room("weights"))
     engine.onload(("weights",))
     engine.load_groups(policy.stream(), version)

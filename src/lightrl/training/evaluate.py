@@ -89,10 +89,12 @@ def evaluate(
     renew: Callable[[], None],
     ranks_per_engine: int = 1,
     on_restart: Callable[[int], None] = lambda count: None,
+    restart: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """Metrics of all sets, equal on every rank. Prompts are dealt out over ranks; the weights are in the engine.
 
-    `renew` gives them to an engine that died and was started anew (`on_restart`): only lost answers are sampled again.
+    `renew` gives them to an engine that died and was started anew (`restart`, told to `on_restart`): only lost answers
+    are sampled again.
     The same seed draws the same samples at every step, so curves are not shaken by luck of the draw.
     """
     metrics: dict[str, float] = {}
@@ -116,6 +118,7 @@ def evaluate(
                 ranks_per_engine=ranks_per_engine,
                 on_group=lambda group: bar.advance(len(group.samples)),
                 on_restart=on_restart,
+                restart=restart,
             ).run(renew)
         eval_set.scorer.check_failures(world.gather(eval_set.scorer.take_stats()))
         if writer is not None:

@@ -146,9 +146,8 @@ def build_engine(
         assert world is not None, "SGLang's engine needs to know its ranks"
         if config.kind == "sglang_server":
             state = None  # it is not on these GPUs
-        if state is not None and policy.device.type == "cuda":
-            total = torch.cuda.get_device_properties(policy.device).total_memory
-            state.make_room(int((config.memory_fraction + _BESIDE) * total))
+        if state is not None:
+            make_room(config, policy, state)
         engine = _build_sglang(
             config, sync or SyncConfig(), policy, tokenizer, context_length, trust_remote_code, world, run_dir, seed
         )
@@ -169,6 +168,12 @@ def build_engine(
         context_length=context_length,
         trust_remote_code=trust_remote_code,
     )
+
+
+def make_room(config: EngineConfig, policy: Policy, state: TrainingState) -> None:
+    """An engine is about to start on this rank's GPU: let the training state leave it, if both do not fit."""
+    total = 0 if policy.device.type == "cpu" else torch.cuda.get_device_properties(policy.device).total_memory
+    state.make_room(int((config.memory_fraction + _BESIDE) * total))
 
 
 def _build_sglang(

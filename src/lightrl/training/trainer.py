@@ -21,7 +21,7 @@ from lightrl.config.rundir import holds_run, used_dir_fault
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
 from lightrl.distributed.mesh import deal, init_world, set_deterministic
-from lightrl.engine.base import EngineLostError, SamplingParams
+from lightrl.engine.base import EngineLostError, Restartable, SamplingParams
 from lightrl.errors import UserError
 from lightrl.models import load
 from lightrl.models.export import export_hf
@@ -227,6 +227,7 @@ class Trainer:
                 draw_early=self.config.engine.kind != "transformers",  # the embedded engine repeats to the last bit
                 on_group=lambda group: bar.advance(len(group.samples)),
                 on_restart=self._tell_restart,
+                restart=self._restart_engine,
             ).run(self._renew_engine)
         self.scorer.check_failures(self.world.gather(self.scorer.take_stats()))
         self._check_selection(selection)
@@ -251,6 +252,12 @@ class Trainer:
 
     def _renew_engine(self) -> None:
         sync_weights(self.policy, self.engine, self.policy_version, self.state)
+
+    def _restart_engine(self) -> None:
+        """In place of one that was lost. The training state is still on the GPU where that was not while generating."""
+        assert isinstance(self.engine, Restartable)
+        setup.make_room(self.config.engine, self.policy, self.state)
+        self.engine.restart()
 
     def _tell_restart(self, count: int) -> None:
         engines = "an engine" if count == 1 else f"{count} engines"
@@ -357,6 +364,7 @@ class Trainer:
                 ranks_per_engine=self.config.engine.tensor_parallel,
                 renew=self._renew_engine,
                 on_restart=self._tell_restart,
+                restart=self._restart_engine,
             )
             release_engine(self.policy, self.engine, self.state)
         self.console.evaluation(self.steps_done, metrics)
