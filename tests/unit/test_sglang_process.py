@@ -112,6 +112,18 @@ def test_a_defect_is_not_a_loss(start: Callable[..., HostProcess]) -> None:
     assert host.call("generate", **request("b", 2))["tokens"] == [0, 1]
 
 
+def test_an_error_in_looking_at_an_answer_ends_that_alone(start: Callable[..., HostProcess]) -> None:
+    def look(_: dict[str, Any]) -> None:
+        raise ZeroDivisionError("cannot be decoded")
+
+    host = start()
+    host.wait_ready()
+    bad = host.submit("generate", on_partial=look, **request("a", 3, watch=True))
+    with pytest.raises(ZeroDivisionError, match="cannot be decoded"):
+        bad.result(10)
+    assert host.submit("generate", **request("b", 2)).result(10)["tokens"] == [0, 1]
+
+
 def test_a_scheduler_that_dies(start: Callable[..., HostProcess]) -> None:
     host = start()
     host.wait_ready()

@@ -113,6 +113,25 @@ def test_a_sync_while_others_generate_brings_the_state_back_first(tmp_path: Path
         close_world()
 
 
+def test_export_after_a_rollout_that_was_interrupted(tmp_path: Path) -> None:
+    """The engine has the GPU then, and the training state is away."""
+    trainer = Trainer(tiny_run.make_run(tmp_path))
+    try:
+        trainer.engine = Elsewhere(trainer.engine, trainer.policy.module)
+        trainer.state = TrainingState(Offloader(trainer.policy.module, trainer.optimizer, on_cpu=True), "always")
+        before = [p.to_local().detach().clone() for p in trainer.policy.parameters()]
+        trainer.collect = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(trainer.source.next(3))
+        assert trainer.state.is_offloaded
+        trainer.export(tmp_path / "exported")
+        assert not trainer.state.is_offloaded
+        assert all(torch.equal(a, b.to_local()) for a, b in zip(before, trainer.policy.parameters(), strict=True))
+    finally:
+        trainer.close()
+        close_world()
+
+
 def test_ranks_of_one_engine_ask_the_same_of_it_wherever_their_states_are(tmp_path: Path) -> None:
     """Releasing is done together by the ranks that share an engine; with `auto` the state of one may have stayed."""
     asked = []

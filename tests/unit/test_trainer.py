@@ -509,6 +509,40 @@ def test_training_again_goes_on_after_an_interruption(trainer_for, resume):
     assert again.steps_done == 3
 
 
+def test_a_step_that_is_made_deals_its_prompts_no_more(trainer_for, monkeypatch):
+    """Interrupted in its report: gone on from, it neither repeats prompts nor their numbers."""
+    trainer = trainer_for(run={"steps": 2}, log={"save_samples": True})
+    place = trainer.config.rollout.prompts_per_step
+    assert trainer.writer is not None
+    monkeypatch.setattr(trainer.writer, "write", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert (trainer.steps_done, trainer.groups_done) == (1, place)
+    assert trainer.source.epoch * len(trainer.prompts) == pytest.approx(place)
+
+
+def test_what_was_made_is_ended_where_a_later_part_cannot_be_made(tmp_path, monkeypatch):
+    from lightrl.training import setup
+
+    ended = []
+
+    def build(*args, **kwargs):
+        engine = built(*args, **kwargs)
+        monkeypatch.setattr(engine, "close", lambda: ended.append("engine"), raising=False)
+        return engine
+
+    def fail(*_):
+        raise RuntimeError("no")
+
+    built = setup.build_engine
+    monkeypatch.setattr(setup, "build_engine", build)
+    monkeypatch.setattr(setup, "warnings", fail)
+    monkeypatch.setattr("lightrl.rewards.Scorer.close", lambda _: ended.append("scorer"))
+    with pytest.raises(RuntimeError, match="no"):
+        Trainer(tiny_run.make_run(tmp_path))
+    assert ended == ["engine", "scorer"]
+
+
 def test_export_replaces_nothing_unasked(trainer_for, tmp_path):
     trainer, folder = trainer_for(), tmp_path / "mine"
     folder.mkdir()

@@ -33,6 +33,7 @@ class PromptSource:
         self._epoch = 0
         self._position = 0  # always < len(prompts)
         self._order = self._permutation(0)
+        self._place: tuple[int, int, np.ndarray] | None = None  # where a block of `dealt` goes back to
 
     @property
     def epoch(self) -> float:
@@ -62,12 +63,19 @@ class PromptSource:
     @contextmanager
     def dealt(self, n: int) -> Iterator[list[Prompt]]:
         """The next `n` prompts, for a block. If it raises (Ctrl-C in a notebook …) they come again, not skipped."""
-        place = self._epoch, self._position, self._order
+        self._place = self._epoch, self._position, self._order
         try:
             yield self.next(n)
         except BaseException:
-            self._epoch, self._position, self._order = place
+            if self._place is not None:
+                self._epoch, self._position, self._order = self._place
             raise
+        finally:
+            self._place = None
+
+    def settle(self) -> None:
+        """What was dealt is used up: it does not come again if the block of `dealt` raises later."""
+        self._place = None
 
     def state(self) -> dict[str, Any]:
         """Where the source stands, for a checkpoint (JSON values only)."""

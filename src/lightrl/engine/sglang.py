@@ -265,6 +265,7 @@ class SGLangEngine:
             if lost is not None:
                 for _ in walk:
                     pass
+            lost = self._loss_of_any(lost)
         if lost is not None:
             raise lost
         if wrong := report.get("differing"):
@@ -283,10 +284,15 @@ class SGLangEngine:
             os.close(handle)
             self._sender = BucketSender(plan, self._device, Path(name))
         payloads = self._gather(self._sender.introduction())
+        lost: EngineLostError | None = None
         try:
             self._round("open_buffers", payloads, self._sender.wait_done)
         except MailboxError as error:
             raise UserError(f"engine.kind: SGLang cannot take this model's weights: {error}") from None
+        except EngineLostError as error:
+            lost = error
+        if (lost := self._loss_of_any(lost)) is not None:
+            raise lost
         self._opened = True
 
     def _pass(self, loader: str, groups: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> dict[str, Any]:
@@ -377,7 +383,10 @@ class SGLangEngine:
             except EngineLostError:
                 if "weights" not in new:
                     raise
-        self._released.difference_update(new)
+            finally:
+                self._released.difference_update(new)  # on all ranks alike
+        else:
+            self._released.difference_update(new)
 
     def close(self) -> None:
         """End the engine's processes and free the buffers; idempotent."""
@@ -416,6 +425,15 @@ class SGLangEngine:
             raise error
         if text is not None:
             raise EngineLostError(text)
+
+    def _loss_of_any(self, lost: EngineLostError | None) -> EngineLostError | None:
+        """This rank's loss, or another's of the group: one may be through with the weights when the engine dies, and
+        must not go on to what takes all ranks. An engine that only another rank has given up is ended."""
+        texts = self._gather(None if lost is None else str(lost))
+        found = next((text for text in texts if text is not None), None)
+        if lost is not None or found is None:
+            return lost
+        return EngineLostError(found) if self._host is None else self._host.give_up(f"failed another rank: {found}")
 
     def _agree(self, wanted: bool) -> bool:
         """Whether any rank of the job wants it: all must go through the weights equally often."""

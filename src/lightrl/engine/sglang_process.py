@@ -177,8 +177,8 @@ class HostProcess:
             if "partial" not in message:
                 self._waiting.pop(number, None)
         if "partial" in message:
-            if on_partial is not None:
-                on_partial(message["partial"])
+            if future is not None and on_partial is not None and not future.done():
+                self._show(message["partial"], number, future, on_partial)
             return
         if future is None or not future.set_running_or_notify_cancel():
             return  # nobody waits any more
@@ -191,6 +191,20 @@ class HostProcess:
         else:
             error = self._explain(message["error"])
             future.set_exception(EngineLostError(error) if number == 0 else RuntimeError(error))
+
+    def _show(
+        self, output: dict[str, Any], number: int, future: Future[Any], on_partial: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """What there is so far. An error in looking at it ends the request, and not the thread that reads."""
+        try:
+            on_partial(output)
+        except EngineLostError:
+            pass  # whoever waits is told
+        except Exception as error:
+            with self._state:
+                waits = self._waiting.pop(number, None) is not None
+            if waits and future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def _watch(self) -> None:
         """Give the process up when it is silent for too long, or has ended without closing the connection."""

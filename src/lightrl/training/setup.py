@@ -152,8 +152,12 @@ def build_engine(
             config, sync or SyncConfig(), policy, tokenizer, context_length, trust_remote_code, world, run_dir, seed
         )
         if state is not None:
-            engine.offload()
-            state.come_back()
+            try:
+                engine.offload()
+                state.come_back()
+            except BaseException:
+                engine.close()
+                raise
         return engine
     from lightrl.engine.transformers import TransformersEngine
 

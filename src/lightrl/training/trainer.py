@@ -68,6 +68,7 @@ class Trainer:
         with contextlib.ExitStack() as held:
             if claim:
                 held.enter_context(setup.claim(self.run_dir, self.world, self.console.warning))
+            self._held = held  # what is made from here on is ended too, if a later part cannot be made
             self._load_data(reward)
             if claim and config.run.resume:
                 setup.check_resume(self.run_dir, self.source, self.world)
@@ -96,10 +97,13 @@ class Trainer:
         setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
         self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         self.scorer = Scorer(config.reward, custom=reward)
+        self._held.callback(self.scorer.close)
         self.filter = load_filter(config.rollout.filter)
         if reward is None:
             check_labels(self.prompts, config.reward)
         self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer)
+        for eval_set in self.eval_sets:
+            self._held.callback(eval_set.scorer.close)
         self.sampling = SamplingParams(
             max_new_tokens=config.rollout.max_response_tokens,
             temperature=config.rollout.temperature,
@@ -118,6 +122,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(steps_done=0)
         self.state = setup.training_state(config.parallel, self.policy, self.reference, self.optimizer)
+        self._held.callback(lambda: self.state.close())
         self.engine = setup.build_engine(
             config.engine,
             self.policy,
@@ -130,6 +135,7 @@ class Trainer:
             seed=config.run.seed,
             state=self.state,
         )
+        self._held.callback(lambda: self.engine.close())
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
         self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
         for text in setup.warnings(config, self.policy, self.tokenizer, len(self.prompts)):
@@ -184,6 +190,8 @@ class Trainer:
         self.steps_done += 1
         self.groups_done += selection.num_drawn - selection.num_unused
         advance(self.schedule, self.steps_done * algorithm.minibatches_per_step)
+        if source is not None:
+            source.settle()  # the step is made, whatever becomes of its report
         self._torn = False
         tally.merge([rollout_metrics(groups, self.sampling.max_new_tokens)])
         for name, value in selection.metrics().items() if self.filter is not None else ():
@@ -375,6 +383,7 @@ class Trainer:
 
         A folder that is not empty is a UserError; `replace` swaps it for the new one, whatever it holds.
         """
+        self._take_back()
         dtype = self.policy.hf_config.dtype or torch.float32
         export_hf(
             self.policy.module,
@@ -390,6 +399,7 @@ class Trainer:
 
         `weights_only`, to evaluate: training data may be another than the checkpoint's.
         """
+        self._take_back()
         checkpointer, module = self._checkpointer, self.policy.module
         if weights_only:
             extra = checkpointer.load(folder, module, None, rng=False)
@@ -406,14 +416,13 @@ class Trainer:
                 "written: weights are the checkpoint's, reference and exported files those of the new path"
             )
 
+    def _take_back(self) -> None:
+        """Weights and training state are in place. They were lent, or away, where a step or an evaluation broke off."""
+        release_engine(self.policy, self.engine, self.state)
+
     def close(self) -> None:
         """Free engine, reward workers and, if it was claimed, the folder."""
-        self.engine.close()
-        self.state.close()
-        self.scorer.close()
-        for eval_set in self.eval_sets:
-            eval_set.scorer.close()
-        self._held.close()
+        self._held.close()  # all of it, the last first, whatever fails on the way
         self._claimed = False
 
     def _resume(self, checkpointer: Checkpointer) -> None:
