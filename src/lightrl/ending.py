@@ -18,6 +18,7 @@ from typing import NoReturn, TypeVar, cast
 from lightrl.errors import UserError
 
 T = TypeVar("T")
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -33,11 +34,16 @@ def under_torchrun() -> bool:
 
 
 def mistake(error: UserError) -> NoReturn:
-    """End with status 2 and a line for each problem. Notes of the error, such as the user's own frames, come before."""
-    if speaks():
-        for note in getattr(error, "__notes__", ()):
-            print(note, file=sys.stderr)
-    leave([f"error: {problem}" for problem in getattr(error, "problems", [str(error)])], status=2)
+    """End with status 2 and a line for each problem. Notes of the error, such as the user's own frames, come before.
+
+    What may have gone wrong on this rank alone, once the run has begun, is in torchrun's report; under a launcher that
+    has none, every rank prints.
+    """
+    problems: Sequence[str] | None = getattr(error, "problems", None)  # of the config, which is the same on all ranks
+    prints = speaks() or (problems is None and not os.environ.get(_ERROR_FILE))
+    for note in getattr(error, "__notes__", ()) if prints else ():
+        print(note, file=sys.stderr)
+    _leave([f"error: {problem}" for problem in problems or [str(error)]], 2, prints)
 
 
 def leave(lines: Sequence[str], *, status: int) -> NoReturn:
@@ -45,7 +51,11 @@ def leave(lines: Sequence[str], *, status: int) -> NoReturn:
 
     torchrun shows them too: at the end of its report, where it would show a traceback.
     """
-    if speaks():
+    _leave(lines, status, speaks())
+
+
+def _leave(lines: Sequence[str], status: int, prints: bool) -> NoReturn:
+    if prints:
         print("\n".join(lines), file=sys.stderr, flush=True)
     tell_torchrun("\n".join(lines))
     sys.exit(status)
@@ -53,7 +63,7 @@ def leave(lines: Sequence[str], *, status: int) -> NoReturn:
 
 def tell_torchrun(text: str) -> None:
     """Why this process fails, in the file that torchrun reads it from."""
-    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    name = os.environ.get(_ERROR_FILE)
     if not under_torchrun() or not name:
         return
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}

@@ -95,3 +95,21 @@ def test_notes_of_a_mistake_stand_above_its_line(
         "  a frame of the user's",
         "error: mine.jsonl:1: ValueError: no",
     ]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "other"])
+def test_a_mistake_of_one_rank_alone_is_said(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By torchrun from its file; by the rank itself where nobody else would."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    if launcher == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit, match="2"):
+        ending.mistake(UserError("data.path: not on this node"))
+    printed = capsys.readouterr().err
+    assert printed == ("" if launcher == "torchrun" else "error: data.path: not on this node\n")
+    if launcher == "torchrun":
+        assert "not on this node" in (tmp_path / "error.json").read_text()
