@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import make_family
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from lightrl.config.schema import CheckpointConfig
 from lightrl.errors import UserError
-from lightrl.models import export
+from lightrl.models import export, load
 from lightrl.training import export_cli
 from lightrl.training.checkpoint import Checkpointer
 
@@ -65,6 +67,25 @@ def test_newest_checkpoint_in_the_starting_type(
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for (name, theirs), (_, ours) in zip(back.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(theirs, ours.bfloat16()), name
+
+
+@pytest.mark.parametrize("place", ["top", "text_config"])
+def test_starting_type_of_a_model_that_sees_too(tmp_path: Path, place: str) -> None:
+    """Published configs name it in one of two places; `Trainer.export` asks the same function."""
+    make_family(tmp_path / "start", "qwen3_5_text")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    settings: dict[str, Any] = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
+    settings["text_config"] = {k: v for k, v in model.config.to_dict().items() if k != "dtype"}
+    (settings if place == "top" else settings["text_config"])["dtype"] = "bfloat16"
+    (tmp_path / "start" / "config.json").write_text(json.dumps(settings))
+    assert load.stored_dtype(load.load_model_config(str(tmp_path / "start"))) == torch.bfloat16
+    keeper = Checkpointer(tmp_path / "run" / "checkpoints", CheckpointConfig(async_save=False))
+    keeper.save(1, model=Policy(model), optimizer=None, extra={}, metrics={})
+    (tmp_path / "run" / "config.toml").write_text(f'[model]\npath = "{tmp_path / "start"}"\n')
+    export_cli.export_run(tmp_path / "run", tmp_path / "out")
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert back.keys() == model.state_dict().keys()
+    assert {tensor.dtype for tensor in back.values()} == {torch.bfloat16}
 
 
 def test_one_checkpoint_in_another_type(tmp_path: Path, run: tuple[Path, LlamaForCausalLM]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import tiny_run
 import torch
 from tiny_run import count_letter
+from transformers import AutoModelForCausalLM
 
 from lightrl.distributed.mesh import close_world, init_world
 from lightrl.errors import UserError
@@ -78,6 +79,27 @@ def test_l1_first_update_is_exactly_on_policy(trainer_for):
         temperature=1.0, max_grad_norm=1.0, tally=tally,
     )  # fmt: skip
     assert tally.result()["policy/ratio_max"] != 1.0  # the second is off-policy: the test can fail
+
+
+def test_a_reference_that_runs_stock_sees_whole_samples(trainer_for, tmp_path):
+    """Beside a policy that could share prompts: the reference would take an answer for a sample without a prompt."""
+    other = tiny_run.make_model(tmp_path / "other", family="granite", seed=1)
+    trainer = trainer_for(
+        model={"reference_path": str(other)}, algorithm={"kl_coef": 0.1, "skip_zero_advantage": False}
+    )
+    assert (trainer.policy.module.packed, trainer.reference.module.packed) == (True, False)
+    groups = collected(trainer)
+    batch = trainer.pack(groups)
+    trainer.add_logprobs(batch, Tally())
+    samples = {(s.group_index, s.index): s for g in groups for s in g.samples}
+    stock = AutoModelForCausalLM.from_pretrained(other).eval()
+    for microbatch in (m for minibatch in batch for m in minibatch):
+        for number, key in enumerate(microbatch.sample_keys):
+            tokens, length = torch.tensor(samples[key].tokens), samples[key].prompt_length
+            with torch.no_grad():
+                logprobs = stock(tokens[None]).logits[0, length - 1 : -1].log_softmax(-1)
+            expected = logprobs.gather(-1, tokens[length:, None])[:, 0]
+            torch.testing.assert_close(microbatch.ref_logprobs[microbatch.sample_ids == number], expected)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -484,6 +506,20 @@ def test_a_file_system_without_locks_is_no_obstacle(trainer_for, monkeypatch, ca
     monkeypatch.setattr("filelock.FileLock.acquire", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "no")))
     with pytest.raises(UserError, match=r"run\.dir: cannot write in .*run \(no\); name another folder"):
         trainer.train()
+
+
+def test_no_marker_file_stands_in_for_a_lock(tmp_path, monkeypatch):
+    """As on Lustre without `-o flock`: a run that was killed on another node would be waited for without end."""
+
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    told = []
+    (tmp_path / ".lock").write_text("4711\nanother-node\n")  # such a marker
+    with claim(tmp_path, init_world("cpu"), told.append):
+        close_world()
+    assert "cannot be locked" in " ".join(told)
 
 
 @pytest.mark.parametrize("resume", [True, False])

@@ -87,6 +87,11 @@ def context_length(config: PretrainedConfig) -> int | None:
     return int(length) if length else None
 
 
+def stored_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    """Type of the checkpoint's weights that its config names; that of a model that sees may do so in its text part."""
+    return config.dtype or config.get_text_config().dtype
+
+
 def eos_token_ids(
     path: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, revision: str | None = None
 ) -> list[int]:

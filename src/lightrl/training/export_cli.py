@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from lightrl.config.load import load_config
 from lightrl.errors import UserError
 from lightrl.models.export import MAX_SHARD_BYTES, export_dtype, write_hf_folder
-from lightrl.models.load import empty_model, load_model_config, persistent_tensors, resolve_checkpoint
+from lightrl.models.load import empty_model, load_model_config, persistent_tensors, resolve_checkpoint, stored_dtype
 from lightrl.training.checkpoint import MARKER, find_fault, latest
 from lightrl.training.checkpoint_storage import read_tensors, read_whole
 
@@ -40,7 +39,7 @@ def export_run(source: Path, out: Path, dtype: str = "auto") -> Path:
     model = empty_model(config, trust_remote_code=settings.trust_remote_code)
     tensors = read_tensors(folder)
     stored = _stored_names(model, tensors, folder)
-    target = _source_dtype(original) if dtype == "auto" else _DTYPES[dtype]
+    target = stored_dtype(config) if dtype == "auto" else _DTYPES[dtype]
 
     def fetch(name: str) -> Tensor:
         whole = read_whole(folder, stored[name], tensors)
@@ -88,10 +87,3 @@ def _stored_names(model: PreTrainedModel, tensors: Mapping[str, object], folder:
             raise UserError(f"{folder} is of another model than the run's config.toml names: it has no {names[0]}")
         found.update(dict.fromkeys(names, stored))
     return found
-
-
-def _source_dtype(folder: Path) -> torch.dtype | None:
-    """Type that config.json names; None (as trained) if it names none."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config") or config
-    return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")))

@@ -48,6 +48,8 @@ class PolicyModule(nn.Module):
 
     def _padded(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
         """One right-padded row a segment through the stock model: exact for any causal LM."""
+        if batch.kv_index is not None:
+            raise ValueError("a model that runs stock knows no shared prompts: pack each sample alone")
         lengths = batch.cu_seqlens_q.diff().long()
         width = int(lengths.max())
         mask = torch.arange(width, device=lengths.device) < lengths[:, None]

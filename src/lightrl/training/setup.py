@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,9 @@ def claim(run_dir: Path, world: World, warn: Callable[[str], None]) -> Iterator[
     """
     from filelock import FileLock, Timeout
 
-    lock, problem = FileLock(run_dir / ".lock"), None
+    # Newer releases would make do with a marker file, which a run killed on another node leaves behind for good.
+    only_locks = {"fallback_to_soft": False} if "fallback_to_soft" in signature(FileLock.__init__).parameters else {}
+    lock, problem = FileLock(run_dir / ".lock", **only_locks), None
     if world.is_main:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)

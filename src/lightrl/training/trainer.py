@@ -275,12 +275,13 @@ class Trainer:
         """This rank's microbatches of every update of the step."""
         config, algorithm = self.config, self.config.algorithm
         samples = [TrainSample.from_sample(s) for g in groups for s in g.scored]
+        policies = [self.policy] if self.reference is None else [self.policy, self.reference]
         return build_minibatches(
             samples,
             self.world,
             minibatches=algorithm.minibatches_per_step,
             max_tokens=config.parallel.max_tokens_per_microbatch,
-            share_prompts=config.parallel.share_prompts and self.policy.module.packed,
+            share_prompts=config.parallel.share_prompts and all(p.module.packed for p in policies),
             skip_zero_advantage=setup.may_skip_zero_advantage(algorithm),
             aggregation=algorithm.aggregation,
             constant_length=algorithm.constant_length or config.rollout.max_response_tokens,
@@ -384,7 +385,7 @@ class Trainer:
         A folder that is not empty is a UserError; `replace` swaps it for the new one, whatever it holds.
         """
         self._take_back()
-        dtype = self.policy.hf_config.dtype or torch.float32
+        dtype = load.stored_dtype(self.policy.hf_config) or torch.float32
         export_hf(
             self.policy.module,
             Path(folder),
