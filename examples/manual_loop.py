@@ -59,7 +59,7 @@ def main(config_path: str, steps: int | None = None) -> Policy:
             minibatches=algorithm.minibatches_per_step, max_tokens=config.parallel.max_tokens_per_microbatch,
             share_prompts=config.parallel.share_prompts and policy.module.packed, aggregation=algorithm.aggregation,
             skip_zero_advantage=algorithm.skip_zero_advantage and not algorithm.entropy_coef,
-            constant_length=algorithm.constant_length or limit, cost=CostModel.from_config(hf_config),
+            constant_length=algorithm.constant_length or limit, cost=CostModel.from_config(hf_config.get_text_config()),
         )  # fmt: skip
         for microbatch in (m for minibatch in batch for m in minibatch if len(batch) > 1):  # one update is on-policy
             microbatch.old_logprobs = policy.logprobs(microbatch, temperature)

@@ -89,7 +89,8 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 def stored_dtype(config: PretrainedConfig) -> torch.dtype | None:
     """Type of the checkpoint's weights that its config names; that of a model that sees may do so in its text part."""
-    return config.dtype or config.get_text_config().dtype
+    named = config.dtype or config.get_text_config().dtype
+    return getattr(torch, named) if isinstance(named, str) else named
 
 
 def eos_token_ids(

@@ -60,8 +60,9 @@ def claim(run_dir: Path, world: World, warn: Callable[[str], None]) -> Iterator[
     from filelock import FileLock, Timeout
 
     # Newer releases would make do with a marker file, which a run killed on another node leaves behind for good.
-    only_locks = {"fallback_to_soft": False} if "fallback_to_soft" in signature(FileLock.__init__).parameters else {}
-    lock, problem = FileLock(run_dir / ".lock", **only_locks), None
+    options: dict[str, Any] = {"fallback_to_soft": False}
+    known = signature(FileLock.__init__).parameters
+    lock, problem = FileLock(run_dir / ".lock", **{k: v for k, v in options.items() if k in known}), None
     if world.is_main:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
