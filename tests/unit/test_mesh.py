@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
-from lightrl.distributed.mesh import close_world, init_world, number_among_equals
+from lightrl.distributed.mesh import World, close_world, consecutive_group, init_world, number_among_equals
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +46,12 @@ def test_a_group_made_by_hand_believes_local_rank(monkeypatch: pytest.MonkeyPatc
     assert init_world("cpu").local_rank == 0
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert init_world("cpu").local_rank == 2
+
+
+def test_ranks_of_one_engine_wait_as_long_as_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append((ranks, options)))
+    limit = timedelta(seconds=77)
+    world = World(rank=0, size=4, local_rank=0, device=None, mesh=None, cpu_group=None, timeout=limit)
+    consecutive_group(world, 2, "engine.tensor_parallel")
+    assert made == [([s, s + 1], {"backend": "gloo", "timeout": limit}) for s in (0, 2)]

@@ -172,6 +172,33 @@ def test_a_trainer_that_gives_up_does_not_leave_the_engine_waiting(engine: SGLan
     assert engine.policy_version == 2
 
 
+def test_engines_of_two_machines_share_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Host:
+        def __init__(self, first: dict[str, Any], *, log: Path, **_: Any) -> None:
+            started.append((log.name, first["settings"]["gpu"], first["settings"]["seed"]))
+
+        def wait_ready(self) -> None:
+            pass
+
+    monkeypatch.setattr(sglang, "check_platform", lambda *_: None)
+    monkeypatch.setattr(sglang, "HostProcess", Host)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 100))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    model = Model(
+        path=tmp_path, layout=LAYOUT, eos_token_ids=[0], decode=str, dtype=torch.float32, context_length=8000,
+        vocab_size=99,
+    )  # fmt: skip
+    for rank in (0, 8):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        SGLangEngine(
+            model, EngineConfig(kind="sglang"), SyncConfig(), device=torch.device("cuda", 0), log_dir=tmp_path, seed=5
+        )
+    assert started == [("sglang_gpu0.log", 0, 5), ("sglang_gpu8.log", 0, 13)]
+
+
 def test_a_receiver_waits_for_a_trainer_that_lives(tmp_path: Path) -> None:
     sender = Mailbox(tmp_path / "mailbox", create=True)
     receiver = Mailbox(tmp_path / "mailbox")

@@ -388,13 +388,13 @@ def test_updates_that_are_left_out_count_in_the_schedule(trainer_for):
 def test_checkpoints_share_one_process_group(trainer_for, tmp_path, monkeypatch):
     """Each would keep threads and sockets for good."""
     trainer_for(run={"steps": 1}).train()
-    trainer, made = trainer_for(run={"steps": 2}), []
+    trainer, made = trainer_for(run={"steps": 2}, parallel={"timeout": 77}), []
     new_group = torch.distributed.new_group
-    monkeypatch.setattr(torch.distributed, "new_group", lambda *a, **k: made.append(a) or new_group(*a, **k))
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *a, **k: made.append(k) or new_group(*a, **k))
     for _ in range(2):
         trainer.load_checkpoint(tmp_path / "run" / "checkpoints" / "step_000001")
     trainer.train()
-    assert len(made) == 1
+    assert [options["timeout"].total_seconds() for options in made] == [77]
 
 
 def test_another_number_of_prompts_on_resume_repeats_no_draws(trainer_for):

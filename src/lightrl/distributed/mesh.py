@@ -30,6 +30,8 @@ class World:
     """Axes `replicate` x `shard`."""
     cpu_group: Any
     """gloo group of all ranks, for records and waiting; None in a world of one."""
+    timeout: timedelta = timedelta(seconds=1800)
+    """How long a collective waits for the other ranks (`parallel.timeout`)."""
 
     @property
     def is_main(self) -> bool:
@@ -87,7 +89,8 @@ def consecutive_group(world: World, size: int, key: str) -> Any:
         raise UserError(f"{key}: {size} does not divide the {world.size} ranks of this run")
     if size == 1:
         return None
-    groups = [dist.new_group(list(range(s, s + size)), backend="gloo") for s in range(0, world.size, size)]
+    starts = range(0, world.size, size)
+    groups = [dist.new_group(list(range(s, s + size)), backend="gloo", timeout=world.timeout) for s in starts]
     return groups[world.rank // size]
 
 
@@ -144,7 +147,7 @@ def init_world(device: str = "auto", shard_size: int | None = None, timeout: flo
         here = pick_device(device, local_rank)
         _use(here)
     mesh = init_device_mesh(here.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
-    return World(rank=rank, size=size, local_rank=local_rank, device=here, mesh=mesh, cpu_group=group)
+    return World(rank=rank, size=size, local_rank=local_rank, device=here, mesh=mesh, cpu_group=group, timeout=limit)
 
 
 def _use(device: torch.device) -> None:

@@ -101,8 +101,9 @@ class SGLangEngine:
     def _launch(self, memory_fraction: float) -> None:
         config, model = self._config, self._model
         on_cpu = self._device.type == "cpu"
-        # an engine's own among those of this machine: the GPU's number, or where there is none the rank
-        index = (dist.get_rank() if dist.is_initialized() else 0) if on_cpu else self._device.index or 0
+        gpu = 0 if on_cpu else self._device.index or 0
+        # an engine's own in the whole job: machines, and ranks that see a single GPU each, repeat the GPU's number
+        number = dist.get_rank() if dist.is_initialized() else gpu
         settings = {
             "model_path": str(model.path),
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -111,9 +112,9 @@ class SGLangEngine:
             "vocab_size": model.vocab_size,
             "tensor_parallel": config.tensor_parallel,
             "device": self._device.type,
-            "gpu": 0 if on_cpu else index,
+            "gpu": gpu,
             "capability": None if on_cpu else list(torch.cuda.get_device_capability(self._device)),
-            "seed": (self._seed + index) % 2**31,
+            "seed": (self._seed + number) % 2**31,
             "memory_fraction": memory_fraction,
             "max_batch": config.max_batch,
             "max_prefill_tokens": config.max_prefill_tokens,
@@ -121,7 +122,7 @@ class SGLangEngine:
         }
         host = HostProcess(
             {"settings": settings, "args": config.args},
-            log=self._log_dir / f"sglang_{'cpu' if on_cpu else 'gpu'}{index}.log",
+            log=self._log_dir / f"sglang_{'cpu' if on_cpu else 'gpu'}{number}.log",
             environment=child_environment(os.environ) | (_CPU_ENVIRONMENT if on_cpu else {}),
             hint=lambda log: memory_hint(log, config),
             hang_timeout=config.hang_timeout,

@@ -14,6 +14,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,21 @@ class Checkpointer:
     """Saves to and loads from `dir` (`RUN/checkpoints`). All ranks make one and call its methods together.
 
     `group` is a process group with a CPU backend; default: a gloo group of its own, so that writing in the background
-    never mixes with the training's collectives.
+    never mixes with the training's collectives, and that waits `timeout` for the other ranks (None: as torch does).
     """
 
-    def __init__(self, dir: Path, config: CheckpointConfig, *, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        dir: Path,
+        config: CheckpointConfig,
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
         self.dir, self.config = dir, config
         self.group = group
         if group is None and dist.is_initialized():
-            self.group = dist.new_group(backend="gloo")
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.rank = dist.get_rank(self.group) if dist.is_initialized() else 0
         self.world = dist.get_world_size(self.group) if dist.is_initialized() else 1
         self._thread: threading.Thread | None = None

@@ -459,7 +459,7 @@ class Trainer:
     @cached_property
     def _checkpointer(self) -> Checkpointer:
         """One, as it has a process group of its own; it loads from any folder."""
-        return Checkpointer(self.run_dir / "checkpoints", self.config.checkpoint)
+        return Checkpointer(self.run_dir / "checkpoints", self.config.checkpoint, timeout=self.world.timeout)
 
     def _trackers(self) -> Trackers:
         if not self.world.is_main:
