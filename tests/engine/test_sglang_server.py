@@ -423,3 +423,20 @@ def test_settings(engine: dict[str, Any], key: str, message: str) -> None:
 def test_good_settings() -> None:
     urls = ["http://node7:30000", "https://[::1]:8443", "http://10.0.0.2", "http://gate/models/a"]
     assert not Config(engine=EngineConfig(kind="sglang_server", urls=urls)).validate()
+
+
+def test_an_abort_that_a_busy_server_refuses_is_repeated() -> None:
+    """Else a group that the filter has dropped would be generated, and waited for, to its end."""
+    asked = []
+
+    class Busy:
+        def post_once(self, path: str, *_: object) -> None:
+            asked.append(path)
+            if len(asked) < 3:
+                raise UnreachableError("busy")
+            engine._live.clear()
+
+    engine = SGLangServers.__new__(SGLangServers)
+    engine._live = {"train/4": {"a": Busy()}}
+    engine._abort(engine._live["train/4"]["a"], "train/4", "a")
+    assert asked == ["/abort_request"] * 3

@@ -124,6 +124,17 @@ def test_an_error_in_looking_at_an_answer_ends_that_alone(start: Callable[..., H
     assert host.submit("generate", **request("b", 2)).result(10)["tokens"] == [0, 1]
 
 
+def test_what_is_gone_is_not_ended_again(start: Callable[..., HostProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of its process group may be somebody else's."""
+    host = start()
+    host.wait_ready()
+    assert host.stop()
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, _: killed.append(group))
+    assert host.stop()
+    assert not killed
+
+
 def test_a_scheduler_that_dies(start: Callable[..., HostProcess]) -> None:
     host = start()
     host.wait_ready()

@@ -53,7 +53,7 @@ class HostProcess:
         self._error: str | None = None
         self._losing = False
         self._told = threading.Event()
-        self._closing = False
+        self._closing = self._gone = False
         self._heard = time.monotonic()
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = self._log_size()
@@ -118,6 +118,8 @@ class HostProcess:
 
     def stop(self) -> bool:
         """End it and all its children; whether they are gone (one that waits for a driver does not end). Idempotent."""
+        if self._gone:
+            return True  # its number may be another's by now
         self._closing = True
         if self._process.poll() is None and self._error is None:
             try:
@@ -133,7 +135,8 @@ class HostProcess:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(None if not left else 1)
         self._connection.close()
-        return not left
+        self._gone = not left
+        return self._gone
 
     # ---- threads
 

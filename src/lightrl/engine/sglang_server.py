@@ -8,6 +8,7 @@ between steps: nothing is released for training.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import time
@@ -228,7 +229,8 @@ class SGLangServers:
         for _ in range(100):
             if rid not in self._live.get(request_id, {}):
                 return
-            server.post_once("/abort_request", {"rid": rid}, _ABORT)
+            with contextlib.suppress(ServerError):  # busy: asked again
+                server.post_once("/abort_request", {"rid": rid}, _ABORT)
             time.sleep(0.05)
 
     # ---- weights
