@@ -253,6 +253,20 @@ def test_language_model_of_a_larger_one(tmp_path: Path) -> None:
     assert "model.language_model.layers.1.mlp.experts.3.up_proj.weight" in ours
 
 
+def test_experts_beside_a_tied_head_that_is_stored_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Read in parts like any other; a head with values of its own would be lost."""
+    source = make_family(tmp_path / "source", "qwen3_moe", tie_word_embeddings=True)
+    table = _all_tensors(source)["model.embed_tokens.weight"]
+    _rewrite(source, lambda tensors: tensors.update({"lm_head.weight": table.clone()}))
+    model = _materialised(source)
+    load.load_weights(model, source)
+    assert torch.equal(model.get_output_embeddings().weight, table)
+    assert not caplog.messages  # none that the whole model is loaded first
+    _rewrite(source, lambda tensors: tensors.update({"lm_head.weight": table + 1}))
+    with pytest.raises(UserError, match=r"config\.json ties .*, but they differ"):
+        load.load_weights(_materialised(source), source)
+
+
 def test_damaged_folders(tmp_path: Path) -> None:
     source = _folder(tmp_path / "source")
     lost = sorted(source.glob("*.safetensors"))[0]

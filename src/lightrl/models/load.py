@@ -235,6 +235,7 @@ def load_weights(model: PreTrainedModel, folder: Path, *, trust_remote_code: boo
                 folder,
             )
             _load_converted(model, targets, folder, trust_remote_code)
+        _check_ties(model, targets, files, folder)
         return
     sources = _match_names(model, targets, files, folder)
     by_file: dict[str, list[tuple[str, Tensor]]] = {}
@@ -388,7 +389,9 @@ def _conversions(model: PreTrainedModel, disk_names: Iterable[str], targets: dic
 def _load_boxes(model: PreTrainedModel, targets: dict[str, Tensor], files: dict[str, str], folder: Path) -> bool:
     """Fill tensors from the stored ones that are parts of them; False, with nothing done, if not all are there."""
     parts = boxes(model)
-    if parts is None or not parts.keys() <= files.keys() or _unexpected(model, files.keys() - parts.keys()):
+    if parts is None or not parts.keys() <= files.keys():
+        return False
+    if _unexpected(model, files.keys() - parts.keys() - model.all_tied_weights_keys.keys()):
         return False
     by_file: dict[str, list[str]] = {}
     for name in parts:
