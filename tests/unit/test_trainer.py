@@ -709,6 +709,14 @@ def test_an_interrupted_cell_stops_the_work():
     assert ended == [True]
 
 
+def test_a_reference_without_the_policys_tokens_is_refused(tmp_path):
+    other = tiny_run.make_model(tmp_path / "other", vocab_size=20)
+    run = tiny_run.make_run(tmp_path, model={"reference_path": str(other)}, algorithm={"kl_coef": 0.1})
+    with pytest.raises(UserError, match=r"model\.reference_path: .*other has 20 tokens, the policy 30"):
+        Trainer(run)
+    close_world()
+
+
 def test_missing_keys_fail_before_anything_loads():
     from lightrl.config.schema import Config
 

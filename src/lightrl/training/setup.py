@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from lightrl.config.load import model_fault
 from lightrl.config.rundir import newest_state, run_dir_fault
@@ -109,6 +110,22 @@ def check_vocabulary(prompts: Iterable[Prompt], tokenizer: Any, hf_config: Any) 
                 f"{prompt.source}: token {max(prompt.tokens)} ({tokenizer.decode([max(prompt.tokens)])!r}) is none of "
                 f"the model's {size}: the tokenizer is not the model's; correct model.tokenizer"
             )
+
+
+def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
+    """UserError for a reference without the policy's tokens: it could not say how likely they are."""
+    path = config.model.reference_path
+    if path is None or config.algorithm.kl_coef == 0:
+        return
+    folder = load.resolve_checkpoint(path, weights=False)
+    theirs = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    size = int(theirs.get_text_config().vocab_size)
+    needed = min(int(hf_config.get_text_config().vocab_size), len(tokenizer))  # some pad their embeddings, others not
+    if size < needed:
+        raise UserError(
+            f"model.reference_path: {path} has {size} tokens, the policy {needed}: a reference has the policy's "
+            "vocabulary; name an earlier checkpoint of the same model"
+        )
 
 
 def load_reference(config: Config, world: World) -> Policy | None:

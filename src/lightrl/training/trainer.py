@@ -95,6 +95,7 @@ class Trainer:
             max_response_tokens=config.rollout.max_response_tokens,
         )
         setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
+        setup.check_reference(config, hf_config, self.tokenizer)
         self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         self.scorer = Scorer(config.reward, custom=reward)
         self._held.callback(self.scorer.close)
@@ -173,33 +174,47 @@ class Trainer:
                 whiten_advantages(batch, self.world)
             self._torn = True
             for minibatch in batch:
-                result = update(
-                    self.policy,
-                    self.optimizer,
-                    self.schedule,
-                    minibatch,
-                    algorithm,
-                    temperature=self.sampling.temperature,
-                    max_grad_norm=self.config.optim.max_grad_norm,
-                    tally=tally,
-                )
-                tally.add("optim/grad_norm", result.grad_norm)
-                tally.add("optim/lr", result.lr, kind="max")
-                tally.add("optim/skipped_updates", float(not result.stepped) / self.world.size, kind="sum")
+                self._update(minibatch, tally)
+        self._advance(selection, source)
+        self._torn = False
+        self._report(groups, selection, tally)
+        return self._metrics(tally, timer.metrics(), num_updates=len(batch))
+
+    def _update(self, minibatch: Sequence[Microbatch], tally: Tally) -> None:
+        """One optimizer update, with its metrics."""
+        result = update(
+            self.policy,
+            self.optimizer,
+            self.schedule,
+            minibatch,
+            self.config.algorithm,
+            temperature=self.sampling.temperature,
+            max_grad_norm=self.config.optim.max_grad_norm,
+            tally=tally,
+        )
+        tally.add("optim/grad_norm", result.grad_norm)
+        tally.add("optim/lr", result.lr, kind="max")
+        tally.add("optim/skipped_updates", float(not result.stepped) / self.world.size, kind="sum")
+
+    def _advance(self, selection: Selection, source: PromptSource | None) -> None:
+        """The step is made, whatever becomes of its report."""
         self.policy_version += 1
         self.steps_done += 1
         self.groups_done += selection.num_drawn - selection.num_unused
-        advance(self.schedule, self.steps_done * algorithm.minibatches_per_step)
+        advance(self.schedule, self.steps_done * self.config.algorithm.minibatches_per_step)
         if source is not None:
-            source.settle()  # the step is made, whatever becomes of its report
-        self._torn = False
+            source.settle()
+
+    def _report(self, groups: Sequence[SampleGroup], selection: Selection, tally: Tally) -> None:
+        """Metrics, files and console lines about the step's samples."""
         tally.merge([rollout_metrics(groups, self.sampling.max_new_tokens)])
-        for name, value in selection.metrics().items() if self.filter is not None else ():
-            tally.add(name, value, kind="max")  # known to all ranks
+        if self.filter is not None:
+            for name, value in selection.metrics().items():
+                tally.add(name, value, kind="max")  # known to all ranks
+        samples = [s for g in groups for s in g.samples]
         if self.writer is not None:
-            self.writer.write(self.steps_done, [s for g in groups for s in g.samples])
-        self.console.samples(self.steps_done, [s for g in groups for s in g.samples[:1]])
-        return self._metrics(tally, timer.metrics(), num_updates=len(batch))
+            self.writer.write(self.steps_done, samples)
+        self.console.samples(self.steps_done, [g.samples[0] for g in groups if g.samples])
 
     def selection(self, prompts: Sequence[Prompt], source: PromptSource | None = None) -> Selection:
         """Which groups will be trained on: all, or with `rollout.filter` those that pass, of these and of `source`."""
