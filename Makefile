@@ -92,13 +92,13 @@ quickstart: fetch  ## train, resume, evaluate, export, load and report: 3 to 7 m
 
 test: install-dev fetch lint  ## everything CI runs; skipped tests are listed with their reason
 	@$(BIN)/python -m lightrl.config.docs --check
-	@$(BIN)/python -m pytest $(TESTS)
 ifeq ($(SGLANG),yes)
 	@if $(MAKE) --no-print-directory $(SGLANG_VENV)/.stamp; then $(MAKE) --no-print-directory test-sglang-cpu; \
 		else echo "SKIPPED tests on the real SGLang: $(SGLANG_VENV) could not be built, for the reason above"; fi
 else
 	@echo "NOT RUN: tests on the real SGLang: make test-sglang-cpu (an environment of 3 GB), or make test SGLANG=yes"
 endif
+	@$(BIN)/python -m pytest $(TESTS)
 
 # SGLang asks for other versions of what .venv holds, so it has an environment of its own.
 test-sglang-cpu: $(SGLANG_VENV)/.stamp  ## tests on the real SGLang, on the CPU; builds .venv-sglang (3 GB, Linux)
