@@ -35,6 +35,7 @@ def test_paths_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert check("--model.path", "~/gone") == ["--model.path: no such folder: ~/gone"]
     assert check("--run.dir", "~/new/folder") == []
     assert check("--run.dir", "") == ["--run.dir: empty; name a folder for the run"]
+    assert check("--run.dir", "a\0b") == ["--run.dir: has a NUL character, which no file name can have; name a folder"]
     file = f"--run.dir: {tmp_path}/mine.jsonl is not a folder; name another place"
     assert check("--run.dir", "mine.jsonl") == check("--run.dir", "mine.jsonl/below") == [file]
     monkeypatch.setattr("os.access", lambda *_: False)

@@ -228,6 +228,8 @@ def test_random_is_fair_and_the_same_after_a_restart() -> None:
 BAD_LABELS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("math", None, {}, "the label is missing"),
     ("math", "", {}, "the label is empty"),
+    ("f1", float("nan"), {}, "the label is nan, as tables write a missing one"),
+    ("exact", float("inf"), {}, "the label is inf"),
     ("math", "$$", {}, "the label is empty"),
     ("math", "x+", {}, r"'x\+' cannot be parsed"),
     ("math", r"\frac{", {}, "cannot be parsed"),

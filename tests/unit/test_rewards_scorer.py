@@ -47,6 +47,7 @@ def score(scorer: Scorer, *samples: Sample) -> list[Sample]:
 RETURNED: dict[str, Any] = {
     "nan": math.nan,
     "inf": -math.inf,
+    "huge": 1e39,
     "none": None,
     "string": "1",
     "list": [1.0],
@@ -67,6 +68,8 @@ def reward(sample: Sample) -> Any:
         raise RuntimeError("my own error")
     if sample.response == "exit":
         raise SystemExit(3)
+    if sample.response == "group":
+        raise BaseExceptionGroup("several", [KeyboardInterrupt()])
     return RETURNED[sample.response]
 
 
@@ -300,6 +303,7 @@ def test_failures_above_the_rate_stop_the_run_with_the_first_reason(make: Callab
         (lambda s: None, "the reward is None, not a number", 0),
         (lambda s: {}["acc"], "KeyError: 'acc'", 1),
         (lambda s: reward(sample("exit")), "RuntimeError: SystemExit: 3", 2),
+        (lambda s: async_reward(sample("group")), "RuntimeError: BaseExceptionGroup: several", 2),
         (lambda s: async_reward(sample("raise")), "RuntimeError: my own error", 2),
     ],
 )

@@ -16,6 +16,8 @@ def run_dir_fault(name: str) -> str | None:
     """Why a run cannot write into this folder (which need not exist yet), None if it can."""
     if not name.strip():
         return "empty; name a folder for the run"
+    if "\0" in name:
+        return "has a NUL character, which no file name can have; name a folder"
     folder = Path(name).expanduser().absolute()
     there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     if not there.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ def text_of(label: Any) -> str:
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         kind = "missing" if label is None else f"a {type(label).__name__}"
         raise ValueError(f"the label is {kind}, not a string or a number")
+    if isinstance(label, float) and not math.isfinite(label):
+        raise ValueError(f"the label is {label}, as tables write a missing one: not a string or a number")
     if isinstance(label, float) and label.is_integer():
         return str(int(label))
     return str(label).strip()

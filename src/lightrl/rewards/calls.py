@@ -105,7 +105,9 @@ def _trim(told: traceback.TracebackException) -> None:
 async def _guarded(awaitable: Awaitable[Any]) -> Any:
     try:
         return await awaitable
-    except (SystemExit, KeyboardInterrupt) as error:  # would end the loop
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:  # would end the loop
         raise _as_exception(error) from error
 
 

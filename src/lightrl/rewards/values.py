@@ -8,6 +8,8 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+LARGEST = 1e18  # its square, summed over a group, is still a float32
+
 
 class BadReward(ValueError):
     """A reward function returned something that is not a reward."""
@@ -44,6 +46,8 @@ def _number(value: Any, what: str) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise BadReward(f"{what} is {number}, not a finite number")
+    if abs(number) > LARGEST:
+        raise BadReward(f"{what} is {number:g}: beyond {LARGEST:g} a group's deviation overflows")
     return number
 
 
