@@ -29,6 +29,7 @@ OPS = {
     "step_overhead": "share of a step that neither generates nor trains, SGLang on the same GPUs",
     "mismatch": "nats between log-probs of trainer and SGLang, by setting; peer: bfloat16's own error",
     "sglang_generate": "tokens/s of SGLang through our engine; peer: its own offline generate",
+    "quickstart_sglang": "reward of the quickstart with SGLang on the trainer's GPUs, and seconds a step",
 }
 
 
