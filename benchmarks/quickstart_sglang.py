@@ -71,8 +71,10 @@ def make_rows(case: str, metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     late = steps[WARM:]
     middle = {k: sorted(m[f"time/{k}"] for m in late)[len(late) // 2] for k in ("generate", "train", "sync")}
     note = f"{first:.2f} -> {last:.2f}; |log-prob of trainer - engine| {mismatch[0]:.4f} -> {mismatch[-1]:.4f}"
-    learnt = common.result_row(f"{case}: reward, last 5 steps over first 5", "times", [last / max(first, 1e-6)], better="higher",
-                               limit=GOAL, note=note)  # fmt: skip
+    rise = last / max(first, 1e-6)
+    learnt = common.result_row(
+        f"{case}: reward, last 5 steps over first 5", "times", [rise], better="higher", limit=GOAL, note=note
+    )
     return [
         learnt | {"rewards": [round(r, 4) for r in rewards], "mismatch": [round(m, 5) for m in mismatch]},
         common.result_row(f"{case}: held-out sums right", "of 1", accuracy[-1:], better="higher",
