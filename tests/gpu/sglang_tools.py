@@ -25,6 +25,8 @@ from lightrl.training.trainer import Trainer
 from lightrl.types import SampleGroup
 
 MIB, GIB = 1 << 20, 1 << 30
+LEFT_OVER = 256 * MIB
+"""Two starts of an engine differ by less (what of CUDA was loaded); one that stays behind holds 2 GiB or more."""
 # SGLang's kernels want heads of 64 or more
 SHAPE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "max_position_embeddings": 512}
 QWEN3 = {
