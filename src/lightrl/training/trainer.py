@@ -133,7 +133,7 @@ class Trainer:
             sync=config.sync,
             world=self.world,
             run_dir=self.run_dir,
-            seed=config.run.seed,
+            seed=setup.engine_seed(config.run),
             state=self.state,
         )
         self._held.callback(lambda: self.engine.close())
