@@ -369,7 +369,7 @@ class SGLangEngine:
         self._closed = True
         if self._host is not None:
             if self._opened:
-                with contextlib.suppress(RuntimeError):  # it may be lost
+                with contextlib.suppress(Exception):  # it may be lost; all of it ends with the next line
                     payloads = [EMPTY_PAYLOAD] * self._config.tensor_parallel
                     self._host.call("update", 10.0, loader=_LOADERS + "close_buffers", payloads=payloads, flush=False)
             self._host.stop()

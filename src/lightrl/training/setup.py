@@ -22,7 +22,7 @@ from lightrl.data import PromptSource
 from lightrl.distributed.mesh import World, consecutive_group
 from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import Engine
-from lightrl.errors import UserError
+from lightrl.errors import UserError, end
 from lightrl.models import load
 from lightrl.models.registry import stock_notice
 from lightrl.training.policy import Policy
@@ -177,7 +177,7 @@ def build_engine(
                 engine.offload()
                 state.come_back()
             except BaseException:
-                engine.close()
+                end(engine.close)
                 raise
         return engine
     from lightrl.engine.transformers import TransformersEngine
