@@ -11,8 +11,8 @@ class UserError(ValueError):
 
 
 def end(part: Callable[[], object]) -> None:
-    """Call what ends a part of a run. Where another error is on its way, as that is why it ends, what fails here becomes
-    a note of that error: the first reason is the one to be seen.
+    """Call what ends a part of a run. Where another error is on its way, which is why it ends, what fails here becomes
+    its note: the first reason is the one to be seen.
 
     Ranks end each on its own. Where several share an engine, the GPUs of all but the first are still full of it, and
     training state that was away finds no room to come back to.
