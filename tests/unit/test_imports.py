@@ -59,7 +59,15 @@ RULES = {
 }
 # torchrun's variables; SGLang's; its servers' key; who prints an error before torch is there; OMP_WAIT_POLICY.
 MAY_READ_ENVIRONMENT = {
-    *("distributed/mesh.py", "engine/sglang.py", "engine/sglang_server.py", "ending.py", "doctor.py", "threads.py")
+    *(
+        "distributed/mesh.py",
+        "engine/sglang.py",
+        "engine/sglang_start.py",
+        "engine/sglang_server.py",
+        "ending.py",
+        "doctor.py",
+        "threads.py",
+    )
 }
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
