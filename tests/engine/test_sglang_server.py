@@ -26,7 +26,8 @@ from lightrl.engine.sglang_http import Server, ServerError, UnreachableError
 from lightrl.engine.sglang_server import SGLangServers
 from lightrl.errors import UserError
 from lightrl.sync.broadcast import filled, own_address, plan
-from lightrl.sync.peers import SyncError, spawn, together
+from lightrl.sync.peers import SyncError, together
+from lightrl.threads import spawn
 from lightrl.types import Status
 
 PAUSES = (0.01, 0.01)

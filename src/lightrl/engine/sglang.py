@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrl.config.schema import EngineConfig, SyncConfig
+from lightrl.distributed.waiting import waiting
 from lightrl.engine.base import Completion, EngineLostError, GenerateRequest
 from lightrl.engine.sampling import check_request
 from lightrl.engine.sglang_process import HostProcess
@@ -419,13 +420,15 @@ class SGLangEngine:
 
     def _barrier(self) -> None:
         if self._group is not None:
-            dist.barrier(group=self._group)
+            with waiting(self._group):
+                dist.barrier(group=self._group)
 
     def _gather(self, payload: str | None) -> list[Any]:
         if self._group is None:
             return [payload]
         payloads: list[Any] = [None] * self._config.tensor_parallel
-        dist.all_gather_object(payloads, payload, group=self._group)
+        with waiting(self._group):
+            dist.all_gather_object(payloads, payload, group=self._group)
         return payloads
 
 

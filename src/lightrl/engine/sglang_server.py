@@ -29,7 +29,8 @@ from lightrl.engine.sglang_requests import Model, Stops, completion_of, needs_wa
 from lightrl.errors import UserError
 from lightrl.sync.broadcast import BroadcastSync
 from lightrl.sync.disk import DiskSync
-from lightrl.sync.peers import Groups, SyncError, Transport, post_all, spawn
+from lightrl.sync.peers import Groups, SyncError, Transport, post_all
+from lightrl.threads import spawn
 from lightrl.types import Status
 
 _ABORT = 10.0  # seconds for a request to abort another

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrl.sync.peers import Groups, Peer, SyncError, post_all, spawn, together
+from lightrl.sync.peers import Groups, Peer, SyncError, post_all, together
+from lightrl.threads import spawn
 
 _GOODBYE = 10.0  # seconds for leaving the group
 
