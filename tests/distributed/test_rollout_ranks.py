@@ -194,7 +194,7 @@ def train_beside_a_busy_rank(folder: str, overrides: str) -> None:
 
 @pytest.mark.parametrize("overrides", [RUN, {}])
 def test_ctrl_c_does_not_wait_for_ranks_that_are_busy(tmp_path, overrides):
-    """Without torchrun, which would end them all. Rank 0 is idle and waits for rank 1, with a filter again and again."""
+    """Without torchrun, which would end them all. Rank 0 is idle and waits for rank 1."""
     tiny_run.make_run(tmp_path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
