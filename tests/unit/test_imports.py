@@ -13,7 +13,7 @@ import pytest
 import lightrl
 
 PACKAGE = Path(lightrl.__file__).parent
-RECORDS = "lightrl.errors lightrl.types"
+RECORDS = "lightrl.errors lightrl.types lightrl.threads"
 SECTION = f"{RECORDS} lightrl.config.schema"
 LIBRARY = (
     "lightrl.algorithms lightrl.config lightrl.data lightrl.distributed lightrl.engine.base lightrl.errors "
@@ -46,7 +46,7 @@ RULES = {
     "data": f"numpy {SECTION} lightrl.hooks | datasets pyarrow transformers",
     "rewards": f"{SECTION} lightrl.hooks | math_verify torch",
     "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models |",
-    "engine.sglang": f"torch {SECTION} lightrl.engine lightrl.sync |",
+    "engine.sglang": f"torch {SECTION} lightrl.distributed.waiting lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_host": "lightrl.engine.sglang_frames lightrl.engine.sglang_versions | sglang",
     "engine.sglang_versions": "|",

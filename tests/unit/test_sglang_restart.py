@@ -255,8 +255,8 @@ def test_a_port_that_was_taken_meanwhile(engine: SGLangEngine, tmp_path: Path) -
 
 
 def test_a_receiver_waits_for_a_trainer_that_lives(tmp_path: Path) -> None:
-    sender = Mailbox(tmp_path / "mailbox", create=True)
-    receiver = Mailbox(tmp_path / "mailbox")
+    sender = Mailbox()
+    receiver = Mailbox(sender.path)
     sender.begin()
     receiver.check_sender()
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -267,8 +267,8 @@ def test_a_receiver_waits_for_a_trainer_that_lives(tmp_path: Path) -> None:
 
 
 def test_a_sender_waits_for_a_receiver_that_gets_on(tmp_path: Path) -> None:
-    sender = Mailbox(tmp_path / "mailbox", create=True)
-    receiver = Mailbox(tmp_path / "mailbox")
+    sender = Mailbox()
+    receiver = Mailbox(sender.path)
     sender.begin()
 
     def slow() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -255,9 +254,7 @@ class SGLangEngine:
         """Lend this rank's buffers to the engine's processes, and let them learn where each tensor goes."""
         if self._sender is None:
             plan = plan_buckets(self._model.layout, self._sync.bucket_mib << 20)
-            handle, name = tempfile.mkstemp(prefix="lightrl_mailbox_")
-            os.close(handle)
-            self._sender = BucketSender(plan, self._device, Path(name))
+            self._sender = BucketSender(plan, self._device)
         payloads = self._gather(self._sender.introduction())
         lost: EngineLostError | None = None
         try:
