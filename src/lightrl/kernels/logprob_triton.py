@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 Way = Literal["fused", "tiled"]
@@ -65,7 +66,7 @@ class Plan:
     def columns(self, num_rows: int, vocab: int, itemsize: int) -> int:
         """Width of a chunk: whole tiles, chunks as equal as can be."""
         wanted = min(self.max_columns, max(1024, self.gradient_bytes // (itemsize * max(1, num_rows))))
-        count = max(1, round(vocab / wanted))
+        count = max(1, round(vocab / wanted), triton.cdiv(vocab, self.max_columns))
         return 128 * triton.cdiv(triton.cdiv(vocab, count), 128)
 
     def rows(self, columns: int) -> int:
@@ -278,14 +279,20 @@ def _chosen_kernel(
     targets_ptr,
     lse_ptr,
     logprobs_ptr,
+    vocab,
     depth,
     inverse_temperature,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Log-prob of a row's target: its logit is a product of two vectors, cheaper than looking for it in every tile."""
+    """Log-prob of a row's target: its logit is a product of two vectors, cheaper than looking for it in every tile.
+
+    A target outside the vocabulary has the log-prob nan.
+    """
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets_ptr + row)
+    target = tl.load(targets_ptr + row).to(tl.int64)
+    known = (target >= 0) & (target < vocab)
+    target = tl.where(known, target, 0)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, depth, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -295,7 +302,9 @@ def _chosen_kernel(
     logit = tl.sum(total, 0)
     if HAS_BIAS:
         logit += tl.load(bias_ptr + target).to(tl.float32)
-    tl.store(logprobs_ptr + row, logit * inverse_temperature - tl.load(lse_ptr + row))
+    logprob = logit * inverse_temperature - tl.load(lse_ptr + row)
+    logprob = tl.where(logprob > 0, 0.0, logprob)  # summed in another order than what is in the lse
+    tl.store(logprobs_ptr + row, tl.where(known, logprob, float("nan")))
 
 
 @triton.jit
@@ -344,6 +353,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy, logprobs = ctx.saved_tensors
         head, plan = _Head(hidden, weight, bias, ctx.temperature), ctx.plan
@@ -453,6 +463,7 @@ class _Head:
             targets,
             lse,
             logprobs,
+            len(self.weight),
             self.hidden.shape[1],
             1 / self.temperature,
             HAS_BIAS=self.bias is not None,
