@@ -107,7 +107,7 @@ def plans() -> dict[str, Any]:
 
     mib = 1 << 20
     found: dict[str, Any] = {}
-    for logits, gradient in ((32, 128), (64, 128), (128, 128), (256, 128), (64, 192)):
+    for logits, gradient in ((32, 128), (64, 128), (128, 128), (256, 128), (64, 256), (128, 256)):
         found[f"tiled {logits} MiB, gradient {gradient} MiB"] = Plan(
             logits_bytes=logits * mib, gradient_bytes=gradient * mib
         )
