@@ -174,4 +174,4 @@ def test_chunks_are_whole_tiles_equally_wide_and_bounded(triton_path) -> None:
             assert columns <= plan.max_columns
             assert columns * num_rows * 2 <= 1.5 * plan.gradient_bytes or columns <= 1536
             assert plan.rows(columns) * columns * 4 <= plan.logits_bytes
-    assert triton_path.Plan().columns(16_384, 151_936, 2) == 4224  # 35 of them and one of 4,096
+    assert triton_path.Plan().columns(16_384, 151_936, 2) == 8064  # 18 of them and one of 6,784

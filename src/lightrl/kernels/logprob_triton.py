@@ -13,7 +13,7 @@ Why these loops (N rows, V words, H hidden; figures for N = 16,384, V = 151,936 
   sum, N * H * 4 bytes a chunk read and written: 0.3 GB at H = 4,096. So chunks are as wide as memory allows.
 
 Memory at a time: the chunk's gradient of logits in the inputs' precision, `rows` of its float32 logits (`tiled`), and
-the float32 sum. No atomic operation: results repeat bit by bit.
+the float32 sum: 256 + 64 + 256 MiB at H = 4,096. No atomic operation: results repeat bit by bit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Plan:
 
     forward: Way = "tiled"
     backward: Way = "tiled"
-    gradient_bytes: int = 128 << 20  # of the gradient of a chunk's logits
+    gradient_bytes: int = 256 << 20  # of the gradient of a chunk's logits
     logits_bytes: int = 64 << 20  # of float32 logits at a time, `tiled`
     max_columns: int = 8192
     tile: Tile = Tile()
