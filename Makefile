@@ -6,7 +6,8 @@
 # NPROC=…     training processes (default: one a core, at most 2)
 # STEPS=…     steps of the quickstart before it is resumed for 3 more (default: 24)
 # PIP_ARGS=…  more arguments for pip; on Linux without a GPU, the CPU build of torch is far smaller
-#             (.venv takes under 2 GB, not 5.6): PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#             (.venv takes under 2 GB, with the test tools under 3, not 5.6):
+#             PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 # SGLANG=yes  `make test` runs test-sglang-cpu as well, if its environment can be built
 
 SHELL := /bin/bash

@@ -74,6 +74,26 @@ def test_every_listed_op_imports_without_torch() -> None:
     assert set(listed) == files
 
 
+def test_logprob_compares_with_peers_that_do_the_same(common: ModuleType) -> None:
+    import argparse
+
+    import logprob
+    import torch
+
+    work = logprob.Work.make(20, 8, 50, device="cpu")
+    log_p = (work.hidden.detach() @ work.weight.detach().T).log_softmax(-1)
+    expected = log_p[range(20), work.targets], torch.distributions.Categorical(logits=log_p).entropy()
+    for peer in (logprob.whole_logits, lambda *inputs: logprob.checkpointed(7, *inputs)):
+        for found, wanted in zip(logprob.forward(peer, work), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+    parser = argparse.ArgumentParser()
+    logprob.add_arguments(parser)
+    settings = "--rows 20 --cases 8:50 --peer-rows 7 --repeats 2 --device cpu"
+    rows = logprob.run(parser.parse_args(settings.split()))
+    assert {row["peer_name"] for row in rows} == {logprob.PLAIN, "whole logits", "chunks, checkpoint"}
+    assert all(row["ours"] > 0 and row["limit"] > 0 for row in rows)
+
+
 def test_worker_answers_in_turn_and_shows_its_last_words(common: ModuleType, tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
