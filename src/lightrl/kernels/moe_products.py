@@ -1,0 +1,246 @@
+"""Grouped products of a mixture's experts: torch's, of rows that lie sorted, and ours, which gather rows as they read.
+
+Ours never write the sorted copy [S, H] of a token's rows, and have SwiGLU or its gradient done while a tile is in
+registers. What a stage saves against torch's product with the kernels of `moe_rows.py` (32k tokens of Qwen3-30B-A3B,
+H200, bytes at 4.2 TB/s) must not be lost in the product itself:
+
+| stage | product | not moved | ms |
+|---|---|---|---|
+| gate_up | [S, H] x [H, 2I] | copy of rows, gate and up read again | 0.3 + 0.2 |
+| grad_act | [S, H] x [H, I] | its gradient written and read | 0.2 |
+| grad_down | [H, S] x [S, I] | with grad_act: copy of the output's gradient | 0.3 |
+| grad_gate_up | [2I, S] x [S, H] | copy of rows | 0.3 |
+
+The products are 2 S 3 H I operations forward and twice that backward: 7.4e12, 15 ms at 491 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightrl.kernels.moe_rows import Order, swiglu_gradients
+
+PLAIN, SWIGLU, SWIGLU_BACKWARD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what becomes of a tile
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A tile of a product, `rows` x `cols` of its result, and how it is computed."""
+
+    rows: int = 128
+    cols: int = 256
+    depth: int = 64
+    stages: int = 4
+    warps: int = 8
+
+    @property
+    def constants(self) -> dict[str, int]:
+        names = {"ROWS": self.rows, "COLS": self.cols, "DEPTH": self.depth}
+        return names | {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def product(x: Tensor, matrices: Tensor, ends: Tensor, tiles: Tiles | None = None) -> Tensor:
+    """Each expert's rows times its matrix: x [S, in], matrices [E, in, out] of any strides -> [S, out]."""
+    if tiles is None:
+        return _torch_product()(x, matrices, offs=ends)
+    out = x.new_empty(x.shape[0], matrices.shape[2])
+    _launch_rows(tiles, x, matrices, ends, out, epilogue=PLAIN)
+    return out
+
+
+def outer_product(
+    left: Tensor, right: Tensor, order: Order, tiles: Tiles | None = None, *, spread: str = ""
+) -> Tensor:
+    """Each expert's rows of `left` [S, P] transposed times those of `right` [S, Q] -> [E, P, Q].
+
+    With `tiles`, the one that `spread` names ("left" or "right") may be [T, ...]: a pair's row is its token's.
+    """
+    if tiles is None:
+        return _torch_product()(left.T, right, offs=order.ends)
+    experts, top_k = len(order.ends), order.place.shape[1]
+    out = left.new_empty(experts, left.shape[1], right.shape[1])
+    grid = (experts, triton.cdiv(left.shape[1], tiles.rows) * triton.cdiv(right.shape[1], tiles.cols))
+    _outer[grid](
+        left, right, out, order.source, order.ends, left.shape[1], right.shape[1],
+        TOP_K=top_k, SPREAD_LEFT=spread == "left", SPREAD_RIGHT=spread == "right", **tiles.constants,
+    )  # fmt: skip
+    return out
+
+
+def gate_up_product(
+    hidden: Tensor, matrices: Tensor, weights: Tensor, order: Order, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    """hidden [T, H], matrices [E, H, 2I], weights [T, k] -> (gate and up [S, 2I], activations [S, I] with weights)."""
+    width = matrices.shape[2]
+    gate_up = hidden.new_empty(order.source.shape[0], width)
+    act = hidden.new_empty(order.source.shape[0], width // 2)
+    _launch_rows(
+        tiles, hidden, matrices, order.ends, gate_up, epilogue=SWIGLU, order=order, weights=weights, act=act
+    )
+    return gate_up, act
+
+
+def act_gradient_product(
+    grad: Tensor, matrices: Tensor, gate_up: Tensor, weights: Tensor, order: Order, tiles: Tiles, *, overwrite: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `moe_rows.swiglu_backward` of grad [T, H] times matrices [E, H, I], which are not written anywhere."""
+    width = matrices.shape[2]
+    grad_gate_up = gate_up if overwrite else torch.empty_like(gate_up)
+    act = grad.new_empty(order.source.shape[0], width)
+    parts = torch.empty(
+        order.source.shape[0], triton.cdiv(width, tiles.cols), dtype=torch.float32, device=grad.device
+    )
+    _launch_rows(
+        tiles, grad, matrices, order.ends, grad_gate_up, epilogue=SWIGLU_BACKWARD, order=order, weights=weights,
+        act=act, gate_up=gate_up, parts=parts,
+    )  # fmt: skip
+    return grad_gate_up, act, parts.sum(1).view(order.place.shape)
+
+
+def _torch_product() -> Callable[..., Any]:
+    return F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+
+
+def _launch_rows(
+    tiles: Tiles,
+    x: Tensor,
+    matrices: Tensor,
+    ends: Tensor,
+    out: Tensor,
+    *,
+    epilogue: tl.constexpr,
+    order: Order | None = None,
+    weights: Tensor | None = None,
+    act: Tensor | None = None,
+    gate_up: Tensor | None = None,
+    parts: Tensor | None = None,
+) -> None:
+    experts, depth, width = matrices.shape
+    num_tiles = triton.cdiv(out.shape[0], tiles.rows) + experts  # at most: every expert may end with a part of one
+    _rows[(num_tiles * triton.cdiv(width, tiles.cols),)](
+        x, matrices, out, act, gate_up, weights, parts, None if order is None else order.source, ends,
+        experts, depth, width, *matrices.stride(),
+        TOP_K=0 if order is None else order.place.shape[1],
+        EPILOGUE=epilogue.value, EVEN=depth % tiles.depth == 0, EXPERTS=triton.next_power_of_2(experts), **tiles.constants,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rows(
+    x, matrices, out, act, gate_up, weights, parts, source, ends,
+    experts, depth, width, of_expert, of_depth, of_width,
+    TOP_K: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows times their expert's matrix. TOP_K 0: x is sorted; else row r of x is that of r's token."""
+    col_tiles = tl.cdiv(width, COLS)
+    row_tile, col_tile = tl.program_id(0) // col_tiles, tl.program_id(0) % col_tiles
+    # Which expert has this tile of rows? Its first tile stands behind those of all experts before it.
+    each = tl.arange(0, EXPERTS)
+    stops = tl.load(ends + each, mask=each < experts, other=0)
+    starts = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
+    counts = tl.where(each < experts, tl.cdiv(stops - starts, ROWS), 0)
+    past = tl.cumsum(counts, 0)
+    expert = tl.sum((past <= row_tile).to(tl.int32), 0)
+    if expert >= EXPERTS:
+        return
+    mine = each == expert
+    stop = tl.sum(tl.where(mine, stops, 0), 0)
+    first = tl.sum(tl.where(mine, starts + (row_tile - past + counts) * ROWS, 0), 0)
+
+    row = first + tl.arange(0, ROWS)
+    known = row < stop
+    row = tl.where(known, row, first)  # computed twice rather than masked in the loop
+    col = col_tile * COLS + tl.arange(0, COLS)
+    inside = col < width
+    from_row, from_col, pair = row, col % width, row  # a remainder, unlike `where`, is still known to be contiguous
+    if TOP_K > 0:
+        pair = tl.load(source + row)
+        from_row = pair // TOP_K
+    if EPILOGUE == SWIGLU:  # a gate beside its up: a thread then holds both
+        from_col = from_col // 2 + (from_col % 2) * (width // 2)
+    deep = tl.arange(0, DEPTH)
+    x_at = x + from_row.to(tl.int64)[:, None] * depth + deep[None, :]
+    matrices += expert.to(tl.int64) * of_expert
+    m_at = matrices + deep[:, None] * of_depth + from_col[None, :] * of_width
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for done in range(0, depth, DEPTH):
+        if EVEN:
+            a, b = tl.load(x_at), tl.load(m_at)
+        else:
+            left = deep < depth - done
+            a = tl.load(x_at, mask=left[None, :], other=0.0)
+            b = tl.load(m_at, mask=left[:, None], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        x_at += DEPTH
+        m_at += DEPTH * of_depth
+
+    place = row.to(tl.int64)[:, None] * width
+    if EPILOGUE == PLAIN:
+        mask = known[:, None] & inside[None, :]
+        tl.store(out + place + col[None, :], total.to(out.dtype.element_ty), mask=mask)
+    elif EPILOGUE == SWIGLU:
+        half = width // 2
+        share = tl.load(weights + pair).to(tl.float32)
+        gate, up = tl.split(tl.reshape(total, (ROWS, COLS // 2, 2)))
+        gate, up = gate.to(out.dtype.element_ty), up.to(out.dtype.element_ty)
+        col = col_tile * (COLS // 2) + tl.arange(0, COLS // 2)[None, :]
+        mask = known[:, None] & (col < half)
+        tl.store(out + place + col, gate, mask=mask)
+        tl.store(out + place + half + col, up, mask=mask)
+        gate, up = gate.to(tl.float32), up.to(tl.float32)  # as the backward pass finds them
+        both = gate * tl.sigmoid(gate) * up * share[:, None]
+        tl.store(act + place // 2 + col, both.to(act.dtype.element_ty), mask=mask)
+    else:
+        mask = known[:, None] & inside[None, :]
+        share = tl.load(weights + pair).to(tl.float32)
+        at = 2 * place + col[None, :]
+        gate = tl.load(gate_up + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + at + width, mask=mask, other=0.0).to(tl.float32)
+        grad_gate, grad_up, plain, both = swiglu_gradients(gate, up, total, share)
+        tl.store(out + at, grad_gate.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + at + width, grad_up.to(out.dtype.element_ty), mask=mask)
+        tl.store(act + place + col[None, :], both.to(act.dtype.element_ty), mask=mask)
+        tl.store(parts + pair * col_tiles + col_tile, tl.sum(total * plain, 1), mask=known)
+
+
+@triton.jit
+def _outer(
+    left, right, out, source, ends, left_width, right_width,
+    TOP_K: tl.constexpr, SPREAD_LEFT: tl.constexpr, SPREAD_RIGHT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of one expert's matrix: the sum over its rows. None: zeros."""
+    expert = tl.program_id(0)
+    col_tiles = tl.cdiv(right_width, COLS)
+    row = tl.program_id(1) // col_tiles * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(1) % col_tiles * COLS + tl.arange(0, COLS)
+    from_row, from_col = row % left_width, col % right_width
+    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    stop = tl.load(ends + expert)
+    deep = tl.arange(0, DEPTH)
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for first in range(start, stop, DEPTH):
+        pair = first + deep
+        known = pair < stop
+        left_pair, right_pair = pair, pair
+        if SPREAD_LEFT:
+            left_pair = tl.load(source + pair, mask=known, other=0) // TOP_K
+        if SPREAD_RIGHT:
+            right_pair = tl.load(source + pair, mask=known, other=0) // TOP_K
+        a_at = left + left_pair.to(tl.int64)[None, :] * left_width + from_row[:, None]
+        b_at = right + right_pair.to(tl.int64)[:, None] * right_width + from_col[None, :]
+        a = tl.load(a_at, mask=known[None, :], other=0.0)
+        b = tl.load(b_at, mask=known[:, None], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    at = expert.to(tl.int64) * left_width * right_width + row[:, None] * right_width + col[None, :]
+    mask = (row < left_width)[:, None] & (col < right_width)[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
