@@ -1,11 +1,15 @@
 """Experts of a mixture: rows sorted by expert, one grouped product a projection, sums in float32.
 
+On a GPU, the experts that most families have run as Triton kernels (`moe_fused.py`); here is plain torch, for all others
+and everywhere.
+
 Shapes: `T` tokens, `k` experts a token, `S = T * k` rows, `E` experts, `H` hidden, `I` intermediate. Gradients need no
 atomic addition, so results repeat bit by bit.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +21,12 @@ from torch import Tensor
 
 Activation = Callable[[Tensor], Tensor]
 """[n, 2I] -> [n, I]: how gate and up become one."""
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, of gate and up side by side: what most families do."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +67,10 @@ def grouped_experts(
     hidden [T, H], indices [T, k] int64 (distinct in a row), weights [T, k] (float32 keeps them unrounded) -> [T, H] in
     hidden's dtype. Differentiable in all but the indices; an expert without rows gets a zero gradient.
     """
+    if activate is swiglu and _fused_covers(hidden, experts):
+        from lightrl.kernels.moe_fused import fused_experts
+
+        return fused_experts(hidden, indices, weights, experts.gate_up, experts.down)
     rows = _Rows.sorted_by_expert(indices, experts.gate_up.shape[0])
     x = _Spread.apply(hidden, rows.token, rows.place)
     x = _grouped_linear(x, experts.gate_up, rows, experts.transposed)
@@ -69,6 +83,13 @@ def grouped_experts(
         shares = weights.new_zeros(len(weights), len(experts.down_bias), dtype=torch.float32)
         out = out + shares.scatter(1, indices, weights.float()) @ experts.down_bias.float()
     return out.to(hidden.dtype)
+
+
+def _fused_covers(hidden: Tensor, experts: ExpertWeights) -> bool:
+    """Experts of silu(gate) * up without biases, in bfloat16 on a GPU that has torch's grouped product, with Triton."""
+    plain = experts.gate_up_bias is None and experts.down_bias is None and not experts.transposed
+    fits = _has_grouped_kernel(hidden, experts.gate_up) and _has_grouped_kernel(hidden, experts.down)
+    return plain and fits and importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)

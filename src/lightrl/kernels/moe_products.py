@@ -96,7 +96,7 @@ def act_gradient_product(
     grad_gate_up = gate_up if overwrite else torch.empty_like(gate_up)
     act = grad.new_empty(order.source.shape[0], width)
     parts = torch.empty(
-        order.source.shape[0], triton.cdiv(width, tiles.cols), dtype=torch.float32, device=grad.device
+        order.source.shape[0], 4 * triton.cdiv(width, tiles.cols), dtype=torch.float32, device=grad.device
     )
     _launch_rows(
         tiles, grad, matrices, order.ends, grad_gate_up, epilogue=SWIGLU_BACKWARD, order=order, weights=weights,
@@ -199,17 +199,34 @@ def _rows(
         gate, up = gate.to(tl.float32), up.to(tl.float32)  # as the backward pass finds them
         both = gate * tl.sigmoid(gate) * up * share[:, None]
         tl.store(act + place // 2 + col, both.to(act.dtype.element_ty), mask=mask)
-    else:
-        mask = known[:, None] & inside[None, :]
+    else:  # some columns at a time, or registers would not hold it
         share = tl.load(weights + pair).to(tl.float32)
-        at = 2 * place + col[None, :]
-        gate = tl.load(gate_up + at, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + at + width, mask=mask, other=0.0).to(tl.float32)
-        grad_gate, grad_up, plain, both = swiglu_gradients(gate, up, total, share)
-        tl.store(out + at, grad_gate.to(out.dtype.element_ty), mask=mask)
-        tl.store(out + at + width, grad_up.to(out.dtype.element_ty), mask=mask)
-        tl.store(act + place + col[None, :], both.to(act.dtype.element_ty), mask=mask)
-        tl.store(parts + pair * col_tiles + col_tile, tl.sum(total * plain, 1), mask=known)
+        tensors = (out, act, gate_up, parts + pair * (4 * col_tiles) + 4 * col_tile)
+        halves = _halves(total)
+        for half in tl.static_range(2):
+            quarters = _halves(halves[half])
+            for quarter in tl.static_range(2):
+                col = col_tile * COLS + (2 * half + quarter) * (COLS // 4) + tl.arange(0, COLS // 4)
+                _push_through_swiglu(quarters[quarter], share, place, col, known, width, *tensors, 2 * half + quarter)
+
+
+@triton.jit
+def _halves(x):
+    """Its columns as two tiles."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _push_through_swiglu(grad, share, place, col, known, width, out, act, gate_up, part, number):
+    mask = known[:, None] & (col < width)[None, :]
+    at = 2 * place + col[None, :]
+    gate = tl.load(gate_up + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + at + width, mask=mask, other=0.0).to(tl.float32)
+    grad_gate, grad_up, plain, both = swiglu_gradients(gate, up, grad, share)
+    tl.store(out + at, grad_gate.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + at + width, grad_up.to(out.dtype.element_ty), mask=mask)
+    tl.store(act + place + col[None, :], both.to(act.dtype.element_ty), mask=mask)
+    tl.store(part + number, tl.sum(grad * plain, 1), mask=known)
 
 
 @triton.jit
@@ -228,18 +245,21 @@ def _outer(
     stop = tl.load(ends + expert)
     deep = tl.arange(0, DEPTH)
     total = tl.zeros([ROWS, COLS], tl.float32)
-    for first in range(start, stop, DEPTH):
-        pair = first + deep
+    pair = start + deep
+    token = pair
+    if SPREAD_LEFT or SPREAD_RIGHT:
+        token = tl.load(source + pair, mask=pair < stop, other=0) // TOP_K
+    for _ in range(start, stop, DEPTH):
         known = pair < stop
-        left_pair, right_pair = pair, pair
-        if SPREAD_LEFT:
-            left_pair = tl.load(source + pair, mask=known, other=0) // TOP_K
-        if SPREAD_RIGHT:
-            right_pair = tl.load(source + pair, mask=known, other=0) // TOP_K
-        a_at = left + left_pair.to(tl.int64)[None, :] * left_width + from_row[:, None]
-        b_at = right + right_pair.to(tl.int64)[:, None] * right_width + from_col[None, :]
+        left_row, right_row = (token if SPREAD_LEFT else pair), (token if SPREAD_RIGHT else pair)
+        a_at = left + left_row.to(tl.int64)[None, :] * left_width + from_row[:, None]
+        b_at = right + right_row.to(tl.int64)[:, None] * right_width + from_col[None, :]
         a = tl.load(a_at, mask=known[None, :], other=0.0)
         b = tl.load(b_at, mask=known[:, None], other=0.0)
+        pair += DEPTH
+        token = pair
+        if SPREAD_LEFT or SPREAD_RIGHT:  # those of the next turn: addresses that wait for a load come late
+            token = tl.load(source + pair, mask=pair < stop, other=0) // TOP_K
         total = tl.dot(a, b, total, input_precision="ieee")
     at = expert.to(tl.int64) * left_width * right_width + row[:, None] * right_width + col[None, :]
     mask = (row < left_width)[:, None] & (col < right_width)[None, :]
