@@ -237,18 +237,20 @@ def stages(args: argparse.Namespace, block: Any, x: Any, push: Any) -> Any:
         }  # fmt: skip
         of_plan = {
             "gate_up": (
-                lambda tiles: products.gate_up_product(x, gate_up_weight.mT, weights, order, tiles)
-                if tiles
-                else products.product(many, gate_up_weight.mT, order.ends),
+                lambda tiles: (
+                    products.gate_up_product(x, gate_up_weight.mT, weights, order, tiles)
+                    if tiles
+                    else products.product(many, gate_up_weight.mT, order.ends)
+                ),
                 2 * flops,
             ),
             "down": (lambda tiles: products.product(act, down_weight.mT, order.ends, tiles), flops),
             "grad_act": (
-                lambda tiles: products.act_gradient_product(
-                    push, down_weight, gate_up, weights, order, tiles, overwrite=False
-                )
-                if tiles
-                else products.product(many, down_weight, order.ends),
+                lambda tiles: (
+                    products.act_gradient_product(push, down_weight, gate_up, weights, order, tiles, overwrite=False)
+                    if tiles
+                    else products.product(many, down_weight, order.ends)
+                ),
                 flops,
             ),
             "grad_down": (

@@ -1,7 +1,7 @@
 """Experts of a mixture: rows sorted by expert, one grouped product a projection, sums in float32.
 
-On a GPU, the experts that most families have run as Triton kernels (`moe_fused.py`); here is plain torch, for all others
-and everywhere.
+On a GPU, the experts of most families run as Triton kernels (`moe_fused.py`); here is plain torch, for all others and
+everywhere else.
 
 Shapes: `T` tokens, `k` experts a token, `S = T * k` rows, `E` experts, `H` hidden, `I` intermediate. Gradients need no
 atomic addition, so results repeat bit by bit.

@@ -45,7 +45,13 @@ def fused_experts(
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, indices: Tensor, weights: Tensor, gate_up_weight: Tensor, down_weight: Tensor, plan: Plan
+        ctx: Any,
+        hidden: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        gate_up_weight: Tensor,
+        down_weight: Tensor,
+        plan: Plan,
     ) -> Tensor:
         ctx.plan = plan
         if not len(hidden):

@@ -14,6 +14,8 @@ H200, bytes at 4.2 TB/s) must not be lost in the product itself:
 The products are 2 S 3 H I operations forward and twice that backward: 7.4e12, 15 ms at 491 TFLOP/s.
 """
 
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -56,9 +58,7 @@ def product(x: Tensor, matrices: Tensor, ends: Tensor, tiles: Tiles | None = Non
     return out
 
 
-def outer_product(
-    left: Tensor, right: Tensor, order: Order, tiles: Tiles | None = None, *, spread: str = ""
-) -> Tensor:
+def outer_product(left: Tensor, right: Tensor, order: Order, tiles: Tiles | None = None, *, spread: str = "") -> Tensor:
     """Each expert's rows of `left` [S, P] transposed times those of `right` [S, Q] -> [E, P, Q].
 
     With `tiles`, the one that `spread` names ("left" or "right") may be [T, ...]: a pair's row is its token's.
@@ -82,9 +82,7 @@ def gate_up_product(
     width = matrices.shape[2]
     gate_up = hidden.new_empty(order.source.shape[0], width)
     act = hidden.new_empty(order.source.shape[0], width // 2)
-    _launch_rows(
-        tiles, hidden, matrices, order.ends, gate_up, epilogue=SWIGLU, order=order, weights=weights, act=act
-    )
+    _launch_rows(tiles, hidden, matrices, order.ends, gate_up, epilogue=SWIGLU, order=order, weights=weights, act=act)
     return gate_up, act
 
 
@@ -129,7 +127,8 @@ def _launch_rows(
         x, matrices, out, act, gate_up, weights, parts, None if order is None else order.source, ends,
         experts, depth, width, *matrices.stride(),
         TOP_K=0 if order is None else order.place.shape[1],
-        EPILOGUE=epilogue.value, EVEN=depth % tiles.depth == 0, EXPERTS=triton.next_power_of_2(experts), **tiles.constants,
+        EPILOGUE=epilogue.value, EVEN=depth % tiles.depth == 0, EXPERTS=triton.next_power_of_2(experts),
+        **tiles.constants,
     )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ Each is bound by memory. Bytes at bfloat16 for Qwen3-30B-A3B (`H` 2048, `I` 768,
 None adds atomically. Shapes as in `moe.py`, which holds the reference.
 """
 
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -38,15 +40,15 @@ def sort_by_expert(indices: Tensor, num_experts: int) -> Order:
     indices = indices.contiguous()
     num_blocks = triton.cdiv(indices.numel(), _BLOCK)
     counts = torch.empty(num_experts, num_blocks, dtype=torch.int32, device=indices.device)
-    order = Order(
-        *(torch.empty(shape, dtype=torch.int32, device=indices.device) for shape in (indices.shape, indices.numel())),
-        torch.empty(num_experts, dtype=torch.int32, device=indices.device),
+    place, source, ends = (
+        torch.empty(shape, dtype=torch.int32, device=indices.device)
+        for shape in (indices.shape, indices.numel(), num_experts)
     )
     size = (indices.numel(), num_experts, num_blocks)
     _count[(num_blocks,)](indices, counts, *size, BLOCK=_BLOCK, EXPERTS=64)
     sums = counts.flatten().cumsum(0, dtype=torch.int32)
-    _arrange[(num_blocks,)](indices, counts, sums, *order, *size, BLOCK=_BLOCK, EXPERTS=64)
-    return order
+    _arrange[(num_blocks,)](indices, counts, sums, place, source, ends, *size, BLOCK=_BLOCK, EXPERTS=64)
+    return Order(place, source, ends)
 
 
 def spread(x: Tensor, order: Order) -> Tensor:
