@@ -42,6 +42,8 @@ class Tiles:
     depth: int = 64
     stages: int = 4
     warps: int = 8
+    persistent: int = 0
+    """This many programs a multiprocessor take one tile after the other; 0: one tile each. Not of outer products."""
 
     @property
     def constants(self) -> dict[str, int]:
@@ -122,14 +124,21 @@ def _launch_rows(
     parts: Tensor | None = None,
 ) -> None:
     experts, depth, width = matrices.shape
-    num_tiles = triton.cdiv(out.shape[0], tiles.rows) + experts  # at most: every expert may end with a part of one
-    _rows[(num_tiles * triton.cdiv(width, tiles.cols),)](
+    programs = triton.cdiv(out.shape[0], tiles.rows) + experts  # at most: every expert may end with a part of a tile
+    programs *= triton.cdiv(width, tiles.cols)
+    if tiles.persistent:
+        programs = min(programs, _processors(x) * tiles.persistent)
+    _rows[(programs,)](
         x, matrices, out, act, gate_up, weights, parts, None if order is None else order.source, ends,
         experts, depth, width, *matrices.stride(),
         TOP_K=0 if order is None else order.place.shape[1],
         EPILOGUE=epilogue.value, EVEN=depth % tiles.depth == 0, EXPERTS=triton.next_power_of_2(experts),
-        **tiles.constants,
+        FLATTEN=tiles.persistent > 0, **tiles.constants,
     )  # fmt: skip
+
+
+def _processors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
 @triton.jit
@@ -137,21 +146,39 @@ def _rows(
     x, matrices, out, act, gate_up, weights, parts, source, ends,
     experts, depth, width, of_expert, of_depth, of_width,
     TOP_K: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows times their expert's matrix. TOP_K 0: x is sorted; else row r of x is that of r's token."""
+    """Tiles of rows times their expert's matrix. TOP_K 0: x is sorted; else row r of x is that of r's token.
+
+    A program takes every `num_programs`th tile; FLATTEN lets the first loads of one go beside the end of the one before.
+    """
     col_tiles = tl.cdiv(width, COLS)
-    row_tile, col_tile = tl.program_id(0) // col_tiles, tl.program_id(0) % col_tiles
-    # Which expert has this tile of rows? Its first tile stands behind those of all experts before it.
+    # Which expert has a tile of rows? An expert's first one stands behind those of all experts before it.
     each = tl.arange(0, EXPERTS)
     stops = tl.load(ends + each, mask=each < experts, other=0)
     starts = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
     counts = tl.where(each < experts, tl.cdiv(stops - starts, ROWS), 0)
     past = tl.cumsum(counts, 0)
+    num_tiles = tl.sum(counts, 0) * col_tiles
+    work = (past, counts, starts, stops, x, matrices, out, act, gate_up, weights, parts, source)
+    sizes = (col_tiles, depth, width, of_expert, of_depth, of_width)
+    if FLATTEN:
+        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+            _tile(tile, *work, *sizes, TOP_K, EPILOGUE, EVEN, EXPERTS, ROWS, COLS, DEPTH)
+    elif tl.program_id(0) < num_tiles:
+        _tile(tl.program_id(0), *work, *sizes, TOP_K, EPILOGUE, EVEN, EXPERTS, ROWS, COLS, DEPTH)
+
+
+@triton.jit
+def _tile(
+    tile, past, counts, starts, stops, x, matrices, out, act, gate_up, weights, parts, source,
+    col_tiles, depth, width, of_expert, of_depth, of_width,
+    TOP_K: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    row_tile, col_tile = tile // col_tiles, tile % col_tiles
     expert = tl.sum((past <= row_tile).to(tl.int32), 0)
-    if expert >= EXPERTS:
-        return
-    mine = each == expert
+    mine = tl.arange(0, EXPERTS) == expert
     stop = tl.sum(tl.where(mine, stops, 0), 0)
     first = tl.sum(tl.where(mine, starts + (row_tile - past + counts) * ROWS, 0), 0)
 
@@ -168,8 +195,8 @@ def _rows(
         from_col = from_col // 2 + (from_col % 2) * (width // 2)
     deep = tl.arange(0, DEPTH)
     x_at = x + from_row.to(tl.int64)[:, None] * depth + deep[None, :]
-    matrices += expert.to(tl.int64) * of_expert
-    m_at = matrices + deep[:, None] * of_depth + from_col[None, :] * of_width
+    matrix = matrices + expert.to(tl.int64) * of_expert
+    m_at = matrix + deep[:, None] * of_depth + from_col[None, :] * of_width
     total = tl.zeros([ROWS, COLS], tl.float32)
     for done in range(0, depth, DEPTH):
         if EVEN:
