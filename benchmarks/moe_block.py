@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ import common  # noqa: E402
 
 PACKAGES = ("transformers", "triton")
 PEER = "transformers grouped_mm"
-TILES = "128x256x64:3:8,128x256x64:4:8,128x128x64:4:8,128x128x64:3:4,256x128x64:3:8,64x256x64:4:4"
+TILES = "128x256x64:3:8,128x256x64:4:8,128x128x64:4:8,128x128x64:3:4,256x128x64:3:8"
+TILES += ",128x256x64:3:8t,128x256x64:4:8t,128x128x64:4:8t,128x256x64:3:8tp,128x128x64:4:8tp"
 
 
 def add_arguments(parser: Any) -> None:
@@ -43,7 +45,9 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--top-k", type=int, default=8, help="experts of a token")
     parser.add_argument("--repeats", type=int, default=10, help="measurements of each, taking turns")
     parser.add_argument("--stages", action="store_true", help="time each part, and the plan that is fastest by parts")
-    parser.add_argument("--tiles", default=TILES, help="ROWSxCOLSxDEPTH:STAGES:WARPS, … to try with --stages")
+    parser.add_argument(
+        "--tiles", default=TILES, help="ROWSxCOLSxDEPTH:STAGES:WARPS, … to try with --stages; t: by TMA, p: persistent"
+    )
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -59,8 +63,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     plans: dict[str, str] = {"ours": ""}
     if args.stages:
         plan = stages(args, theirs, x.detach()[0], push[0])
-        contenders["planned"] = lambda: with_plan(ours, plan)(x)
-        plans["planned"] = f", plan by stages: {plan}"
+        contenders["planned"] = partial(with_plan(ours, plan), x)
+        plans["planned"] = str(plan)
     parameters = [x, *theirs.parameters()]
     forward: dict[str, list[float]] = {name: [] for name in contenders}
     both: dict[str, list[float]] = {name: [] for name in contenders}
@@ -74,7 +78,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     limits = bare_products(args, theirs) if args.device == "cuda" else (None, None)
     case = f"H {args.hidden}, I {args.intermediate}, {args.top_k} of {args.experts}, {args.tokens} tokens, {args.dtype}"
     rows = []
-    for name, plan_name in plans.items():
+    for name, note in plans.items():
         for what, unit, found, limit, goal in (
             ("forward", "ms", forward, limits[0], None),
             ("forward + backward", "ms", both, limits[1], 1.8),
@@ -84,8 +88,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 continue
             rows.append(
                 common.result_row(
-                    f"{what}, {case}{plan_name}", unit, found[name], found["peer"],
-                    better="lower", peer_name=PEER, limit=limit, goal=goal,
+                    f"{what}, {case}{', fastest plan by parts' if note else ''}", unit, found[name], found["peer"],
+                    better="lower", peer_name=PEER, limit=limit, goal=goal, note=note,
                 )
             )  # fmt: skip
     return rows
@@ -208,75 +212,84 @@ def stages(args: argparse.Namespace, block: Any, x: Any, push: Any) -> Any:
     """Print the time of each part, alone; the fastest plan by them."""
     import torch
 
-    from lightrl.kernels import moe_products as products
-    from lightrl.kernels import moe_rows as rows
     from lightrl.kernels.moe_fused import Plan
-    from lightrl.models.experts import softmax_router
 
-    gate_up_weight, down_weight = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
+    tried = list(map(parse_tiles, args.tiles.split(",")))
+    times: dict[str, float] = {}
+    best: dict[str, Any] = {}
     with torch.no_grad():
-        block.gate.choices = None
-        _, weights, indices = softmax_router(block.gate, x)
-        order = rows.sort_by_expert(indices, args.experts)
-        many = rows.spread(x, order)
-        gate_up = products.product(many, gate_up_weight.mT, order.ends)
-        act = rows.swiglu(gate_up, weights, order)
-        size = x.element_size() * len(order.source)
-        flops = 2 * len(order.source) * args.hidden * args.intermediate
-        h, i = args.hidden * size, args.intermediate * size
-        t = x.nbytes
-        parts: dict[str, tuple[Callable[[], Any], float, str]] = {
-            "router": (lambda: softmax_router(block.gate, x), 0, ""),
-            "sort": (lambda: rows.sort_by_expert(indices, args.experts), 0, ""),
-            "spread": (lambda: rows.spread(x, order), t + h, "TB/s"),
-            "combine": (lambda: rows.combine(many, order), t + h, "TB/s"),
-            "swiglu": (lambda: rows.swiglu(gate_up, weights, order), 3 * i, "TB/s"),
-            "swiglu_backward": (
-                lambda: rows.swiglu_backward(gate_up, act, weights, order, overwrite=False), 6 * i, "TB/s"
-            ),
-        }  # fmt: skip
-        of_plan = {
-            "gate_up": (
-                lambda tiles: (
-                    products.gate_up_product(x, gate_up_weight.mT, weights, order, tiles)
-                    if tiles
-                    else products.product(many, gate_up_weight.mT, order.ends)
-                ),
-                2 * flops,
-            ),
-            "down": (lambda tiles: products.product(act, down_weight.mT, order.ends, tiles), flops),
-            "grad_act": (
-                lambda tiles: (
-                    products.act_gradient_product(push, down_weight, gate_up, weights, order, tiles, overwrite=False)
-                    if tiles
-                    else products.product(many, down_weight, order.ends)
-                ),
-                flops,
-            ),
-            "grad_down": (
-                lambda tiles: products.outer_product(push if tiles else many, act, order, tiles, spread="left"),
-                flops,
-            ),
-            "grad_rows": (lambda tiles: products.product(gate_up, gate_up_weight, order.ends, tiles), 2 * flops),
-            "grad_gate_up": (
-                lambda tiles: products.outer_product(gate_up, x if tiles else many, order, tiles, spread="right"),
-                2 * flops,
-            ),
-        }
-        times = {name: timed(name, *part) for name, part in parts.items()}
-        candidates = [None, *map(parse_tiles, args.tiles.split(","))]
-        best: dict[str, Any] = {}
-        for name, (call, operations) in of_plan.items():
-            for tiles in candidates:
-                label = f"{name}, {'torch' if tiles is None else dataclasses.astuple(tiles)}"
-                found = timed(label, lambda call=call, tiles=tiles: call(tiles), operations, "TFLOP/s")
-                kind = "torch" if tiles is None else "ours"
-                if found < times.get(f"{name} {kind}", float("inf")):
-                    times[f"{name} {kind}"] = found
-                    best[name] = tiles if tiles else best.get(name)
+        parts, products = kernels(args, block, x, push)
+        for name, (call, amount) in parts.items():
+            times[name] = timed(name, call, amount, "TB/s")
+        for name, (torchs, ours, operations) in products.items():
+            times[f"{name} torch"] = timed(f"{name}, torch", torchs, operations, "TFLOP/s")
+            times[f"{name} ours"] = float("inf")
+            for tiles in (t for t in tried if suits(name, t)):
+                label = f"{name}, {dataclasses.astuple(tiles)}"
+                found = timed(label, lambda ours=ours, tiles=tiles: ours(tiles), operations, "TFLOP/s")
+                if found < times[f"{name} ours"]:
+                    times[f"{name} ours"], best[name] = found, tiles
     plan = Plan(**{name: best[name] for name in fastest(times)})
     print(f"fastest by parts: {plan}", flush=True)
     return plan
+
+
+def kernels(args: argparse.Namespace, block: Any, x: Any, push: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parts around the products: (call, bytes); products: (torch's call, our call of tiles, operations)."""
+    from lightrl.kernels import moe_products as products
+    from lightrl.kernels import moe_rows as rows
+    from lightrl.models.experts import softmax_router
+
+    up, down = block.experts.gate_up_proj, block.experts.down_proj
+    block.gate.choices = None  # as our router finds it
+    _, weights, indices = softmax_router(block.gate, x)
+    order = rows.sort_by_expert(indices, args.experts)
+    many = rows.spread(x, order)
+    gate_up = products.product(many, up.mT, order.ends)
+    act = rows.swiglu(gate_up, weights, order)
+    one, moved = act.nbytes, x.nbytes + many.nbytes
+    flops = 2 * act.numel() * args.hidden
+    parts = {
+        "router": (lambda: softmax_router(block.gate, x), 0),
+        "sort": (lambda: rows.sort_by_expert(indices, args.experts), 0),
+        "spread": (lambda: rows.spread(x, order), moved),
+        "combine": (lambda: rows.combine(many, order), moved),
+        "swiglu": (lambda: rows.swiglu(gate_up, weights, order), 3 * one),
+        "swiglu_backward": (lambda: rows.swiglu_backward(gate_up, act, weights, order, overwrite=False), 6 * one),
+    }
+    of = products.product, products.outer_product
+    return parts, {
+        "gate_up": (
+            lambda: of[0](many, up.mT, order.ends),
+            lambda tiles: products.gate_up_product(x, up.mT, weights, order, tiles),
+            2 * flops,
+        ),
+        "down": (
+            lambda: of[0](act, down.mT, order.ends),
+            lambda tiles: of[0](act, down.mT, order.ends, tiles),
+            flops,
+        ),
+        "grad_act": (
+            lambda: of[0](many, down, order.ends),
+            lambda tiles: products.act_gradient_product(push, down, gate_up, weights, order, tiles, overwrite=False),
+            flops,
+        ),
+        "grad_down": (
+            lambda: of[1](many, act, order),
+            lambda tiles: of[1](push, act, order, tiles, spread="left"),
+            flops,
+        ),
+        "grad_rows": (
+            lambda: of[0](gate_up, up, order.ends),
+            lambda tiles: of[0](gate_up, up, order.ends, tiles),
+            2 * flops,
+        ),
+        "grad_gate_up": (
+            lambda: of[1](gate_up, many, order),
+            lambda tiles: of[1](gate_up, x, order, tiles, spread="right"),
+            2 * flops,
+        ),
+    }
 
 
 def timed(label: str, call: Callable[[], Any], amount: float, unit: str) -> float:
@@ -309,8 +322,16 @@ def fastest(times: dict[str, float]) -> list[str]:
 
 
 def parse_tiles(text: str) -> Any:
-    """`128x256x64:4:8` -> Tiles."""
+    """`128x256x64:4:8tp` -> Tiles."""
     from lightrl.kernels.moe_products import Tiles
 
     shape, stages, warps = text.split(":")
-    return Tiles(*map(int, shape.split("x")), int(stages), int(warps))
+    flags = {"tma": "t" in warps, "persistent": int("p" in warps)}
+    return Tiles(*map(int, shape.split("x")), int(stages), int(warps.rstrip("tp")), **flags)
+
+
+def suits(name: str, tiles: Any) -> bool:
+    """Programs with many tiles read gathered rows late; outer products know neither."""
+    if name in ("grad_down", "grad_gate_up"):
+        return not (tiles.tma or tiles.persistent)
+    return name in ("down", "grad_rows") or not tiles.persistent

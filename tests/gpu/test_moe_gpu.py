@@ -16,6 +16,7 @@ from lightrl.models import experts
 pytestmark = pytest.mark.gpu
 NAMES = ("gate_up", "down", "grad_act", "grad_down", "grad_rows", "grad_gate_up")
 TILES = [(128, 256, 64, 3, 8), (128, 256, 64, 4, 8), (128, 128, 64, 4, 8), (128, 128, 64, 3, 4)]
+TILES += [(128, 256, 64, 3, 8, True), (128, 256, 64, 3, 8, True, 1)]
 
 
 def plan_of(tiles: tuple[int, ...] | None) -> Any:

@@ -16,7 +16,9 @@ from lightrl.kernels.moe_products import Tiles
 
 pytestmark = pytest.mark.interpreter
 TILES = Tiles(rows=32, cols=32, depth=16)
-OURS = Plan(**dict.fromkeys(("gate_up", "down", "grad_act", "grad_down", "grad_rows", "grad_gate_up"), TILES))
+NAMES = ("gate_up", "down", "grad_act", "grad_down", "grad_rows", "grad_gate_up")
+OURS = Plan(**dict.fromkeys(NAMES, TILES))
+COPIED = Plan(**dict.fromkeys(NAMES, Tiles(rows=32, cols=32, depth=16, tma=True, persistent=1)))
 TORCHS = Plan()
 
 
@@ -65,6 +67,8 @@ def test_sort_is_that_of_torch(tokens: int, top_k: int, num_experts: int) -> Non
         (63, 2, 20, 12, OURS),
         (63, 8, 40, 36, OURS),
         (257, 1, 20, 12, OURS),
+        (1, 2, 20, 12, COPIED),
+        (63, 3, 40, 36, COPIED),
         (1, 2, 20, 12, TORCHS),
         (63, 8, 20, 12, TORCHS),
         (257, 2, 24, 36, TORCHS),
@@ -80,7 +84,7 @@ def test_fused_equals_the_loop(tokens: int, top_k: int, hidden: int, width: int,
         assert not ours[4][4].any()
 
 
-@pytest.mark.parametrize("name", ["gate_up", "down", "grad_act", "grad_down", "grad_rows", "grad_gate_up"])
+@pytest.mark.parametrize("name", NAMES)
 def test_each_product_alone(name: str) -> None:
     """Every product of ours between torch's others; tiles wider and deeper than the matrices."""
     inputs = example(40, 2, 20, 12)
@@ -99,7 +103,7 @@ def test_float16_is_as_good_as_its_rounding() -> None:
     assert ours[2].dtype == torch.float32
 
 
-@pytest.mark.parametrize("plan", [OURS, TORCHS])
+@pytest.mark.parametrize("plan", [OURS, TORCHS, COPIED])
 def test_nothing_passes_between_tokens_or_experts(plan: Plan) -> None:
     """A token that is not a number spoils itself and its experts' gradients, nothing else: not even times zero."""
     hidden, indices, weights, gate_up, down = example(40, 2, 20, 12)

@@ -2,7 +2,8 @@
 
 Memory: the forward pass keeps gate and up [S, 2I] and nothing of [S, H]; the backward pass copies rows once more, and
 puts the gradient of gate and up in the place of these. At 32k tokens of Qwen3-30B-A3B (`moe_rows.py`): 0.75 GiB kept;
-at most 3.0 GiB at once in the backward pass, gradients of all weights (1.1 GiB) included.
+at most 3.0 GiB at once in the backward pass, 2.3 where our products read rows in place of their copies, gradients of
+all weights (1.1 GiB) included.
 """
 
 from __future__ import annotations
@@ -84,12 +85,11 @@ class _Experts(torch.autograd.Function):
         if wanted[4]:
             grad_down = outer_product(rows, act, order, plan.grad_down, spread="left")
         del rows, act
+        if wanted[0]:
+            grad_hidden = combine(product(grad_gate_up, gate_up_weight, order.ends, plan.grad_rows), order)
         if wanted[3]:
             x = spread(hidden, order) if plan.grad_gate_up is None else hidden
             grad_matrices = outer_product(grad_gate_up, x, order, plan.grad_gate_up, spread="right")
-            del x
-        if wanted[0]:
-            grad_hidden = combine(product(grad_gate_up, gate_up_weight, order.ends, plan.grad_rows), order)
         return grad_hidden, None, grad_weights.to(weights.dtype), grad_matrices, grad_down, None
 
 

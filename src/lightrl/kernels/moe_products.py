@@ -27,6 +27,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lightrl.kernels.moe_rows import Order, swiglu_gradients
 
@@ -42,6 +43,8 @@ class Tiles:
     depth: int = 64
     stages: int = 4
     warps: int = 8
+    tma: bool = False
+    """Read blocks of the matrices, and of sorted rows, by the copy engine of Hopper. Not of outer products."""
     persistent: int = 0
     """This many programs a multiprocessor take one tile after the other; 0: one tile each. Not of outer products."""
 
@@ -69,7 +72,8 @@ def outer_product(left: Tensor, right: Tensor, order: Order, tiles: Tiles | None
         return _torch_product()(left.T, right, offs=order.ends)
     experts, top_k = len(order.ends), order.place.shape[1]
     out = left.new_empty(experts, left.shape[1], right.shape[1])
-    grid = (experts, triton.cdiv(left.shape[1], tiles.rows) * triton.cdiv(right.shape[1], tiles.cols))
+    # Tiles of one expert run side by side: they share its rows, which the cache holds.
+    grid = (triton.cdiv(left.shape[1], tiles.rows) * triton.cdiv(right.shape[1], tiles.cols), experts)
     _outer[grid](
         left, right, out, order.source, order.ends, left.shape[1], right.shape[1],
         TOP_K=top_k, SPREAD_LEFT=spread == "left", SPREAD_RIGHT=spread == "right", **tiles.constants,
@@ -128,13 +132,28 @@ def _launch_rows(
     programs *= triton.cdiv(width, tiles.cols)
     if tiles.persistent:
         programs = min(programs, _processors(x) * tiles.persistent)
+    wide = matrices.stride(2) == 1  # a matrix's rows are `depth` apart, not its columns
+    blocks = x, matrices
+    if tiles.tma:
+        blocks = _descriptors(tiles, x, matrices, wide, epilogue is SWIGLU, order is not None)
     _rows[(programs,)](
-        x, matrices, out, act, gate_up, weights, parts, None if order is None else order.source, ends,
+        *blocks, out, act, gate_up, weights, parts, None if order is None else order.source, ends,
         experts, depth, width, *matrices.stride(),
-        TOP_K=0 if order is None else order.place.shape[1],
-        EPILOGUE=epilogue.value, EVEN=depth % tiles.depth == 0, EXPERTS=triton.next_power_of_2(experts),
-        FLATTEN=tiles.persistent > 0, **tiles.constants,
+        TOP_K=0 if order is None else order.place.shape[1], EPILOGUE=epilogue.value, TMA=tiles.tma, WIDE=wide,
+        EVEN=depth % tiles.depth == 0, EXPERTS=triton.next_power_of_2(experts), FLATTEN=tiles.persistent > 0,
+        **tiles.constants,
     )  # fmt: skip
+
+
+def _descriptors(tiles: Tiles, x: Tensor, matrices: Tensor, wide: bool, gated: bool, spread: bool) -> tuple[Any, Any]:
+    """x and matrices in blocks; x as it is where its rows are gathered."""
+    rows = x if spread else TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth])
+    if wide:
+        return rows, TensorDescriptor.from_tensor(matrices, [1, tiles.depth, tiles.cols])
+    if gated:
+        both = matrices.mT.unflatten(1, (2, -1))
+        return rows, TensorDescriptor.from_tensor(both, [1, 2, tiles.cols // 2, tiles.depth])
+    return rows, TensorDescriptor.from_tensor(matrices.mT, [1, tiles.cols, tiles.depth])
 
 
 def _processors(x: Tensor) -> int:
@@ -145,12 +164,12 @@ def _processors(x: Tensor) -> int:
 def _rows(
     x, matrices, out, act, gate_up, weights, parts, source, ends,
     experts, depth, width, of_expert, of_depth, of_width,
-    TOP_K: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, FLATTEN: tl.constexpr,
+    TOP_K: tl.constexpr, EPILOGUE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Tiles of rows times their expert's matrix. TOP_K 0: x is sorted; else row r of x is that of r's token.
 
-    A program takes every `num_programs`th tile; FLATTEN lets the first loads of one go beside the end of the one before.
+    With FLATTEN a program takes every `num_programs`th tile, and loads of the next begin before one is stored.
     """
     col_tiles = tl.cdiv(width, COLS)
     # Which expert has a tile of rows? An expert's first one stands behind those of all experts before it.
@@ -164,17 +183,17 @@ def _rows(
     sizes = (col_tiles, depth, width, of_expert, of_depth, of_width)
     if FLATTEN:
         for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
-            _tile(tile, *work, *sizes, TOP_K, EPILOGUE, EVEN, EXPERTS, ROWS, COLS, DEPTH)
+            _tile(tile, *work, *sizes, TOP_K, EPILOGUE, TMA, WIDE, EVEN, EXPERTS, ROWS, COLS, DEPTH)
     elif tl.program_id(0) < num_tiles:
-        _tile(tl.program_id(0), *work, *sizes, TOP_K, EPILOGUE, EVEN, EXPERTS, ROWS, COLS, DEPTH)
+        _tile(tl.program_id(0), *work, *sizes, TOP_K, EPILOGUE, TMA, WIDE, EVEN, EXPERTS, ROWS, COLS, DEPTH)
 
 
 @triton.jit
 def _tile(
     tile, past, counts, starts, stops, x, matrices, out, act, gate_up, weights, parts, source,
     col_tiles, depth, width, of_expert, of_depth, of_width,
-    TOP_K: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr, EPILOGUE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     row_tile, col_tile = tile // col_tiles, tile % col_tiles
     expert = tl.sum((past <= row_tile).to(tl.int32), 0)
@@ -194,20 +213,37 @@ def _tile(
     if EPILOGUE == SWIGLU:  # a gate beside its up: a thread then holds both
         from_col = from_col // 2 + (from_col % 2) * (width // 2)
     deep = tl.arange(0, DEPTH)
-    x_at = x + from_row.to(tl.int64)[:, None] * depth + deep[None, :]
-    matrix = matrices + expert.to(tl.int64) * of_expert
-    m_at = matrix + deep[:, None] * of_depth + from_col[None, :] * of_width
+    x_at = x
+    m_at = matrices
+    if not TMA or TOP_K > 0:
+        x_at = x + from_row.to(tl.int64)[:, None] * depth + deep[None, :]
+    if not TMA:
+        m_at = matrices + expert.to(tl.int64) * of_expert + deep[:, None] * of_depth + from_col[None, :] * of_width
     total = tl.zeros([ROWS, COLS], tl.float32)
     for done in range(0, depth, DEPTH):
-        if EVEN:
-            a, b = tl.load(x_at), tl.load(m_at)
+        left = deep < depth - done
+        if TMA and TOP_K == 0:
+            a = x.load([first, done])
+        elif EVEN:
+            a = tl.load(x_at)
         else:
-            left = deep < depth - done
             a = tl.load(x_at, mask=left[None, :], other=0.0)
+        if TMA:
+            if WIDE:
+                b = tl.reshape(matrices.load([expert, done, col_tile * COLS]), (DEPTH, COLS))
+            elif EPILOGUE == SWIGLU:
+                b = tl.reshape(matrices.load([expert, 0, col_tile * (COLS // 2), done]), (COLS, DEPTH)).T
+            else:
+                b = tl.reshape(matrices.load([expert, col_tile * COLS, done]), (COLS, DEPTH)).T
+        elif EVEN:
+            b = tl.load(m_at)
+        else:
             b = tl.load(m_at, mask=left[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
-        x_at += DEPTH
-        m_at += DEPTH * of_depth
+        if not TMA or TOP_K > 0:
+            x_at += DEPTH
+        if not TMA:
+            m_at += DEPTH * of_depth
 
     place = row.to(tl.int64)[:, None] * width
     if EPILOGUE == PLAIN:
@@ -216,7 +252,7 @@ def _tile(
     elif EPILOGUE == SWIGLU:
         half = width // 2
         share = tl.load(weights + pair).to(tl.float32)
-        gate, up = tl.split(tl.reshape(total, (ROWS, COLS // 2, 2)))
+        gate, up = _halves(total) if TMA else tl.split(tl.reshape(total, (ROWS, COLS // 2, 2)))
         gate, up = gate.to(out.dtype.element_ty), up.to(out.dtype.element_ty)
         col = col_tile * (COLS // 2) + tl.arange(0, COLS // 2)[None, :]
         mask = known[:, None] & (col < half)
@@ -262,10 +298,10 @@ def _outer(
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one expert's matrix: the sum over its rows. None: zeros."""
-    expert = tl.program_id(0)
+    expert = tl.program_id(1)
     col_tiles = tl.cdiv(right_width, COLS)
-    row = tl.program_id(1) // col_tiles * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(1) % col_tiles * COLS + tl.arange(0, COLS)
+    row = tl.program_id(0) // col_tiles * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(0) % col_tiles * COLS + tl.arange(0, COLS)
     from_row, from_col = row % left_width, col % right_width
     start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     stop = tl.load(ends + expert)
