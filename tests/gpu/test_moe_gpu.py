@@ -135,7 +135,7 @@ def test_the_fused_form_is_taken_and_waits_for_nothing() -> None:
         torch.autograd.grad(out, leaves, push)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert "_Experts" in type(out.grad_fn).__name__
+    assert "_Outputs" in type(out.grad_fn).__name__
     others = [*inputs[:3], *(t.detach().half() for t in inputs[3:])]
     with pytest.raises(RuntimeError):  # types that do not go together are nobody's: the plain path says so
         dispatched(*others)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from lightrl.kernels.moe import ExpertWeights, grouped_experts_reference, swiglu
 
 pytest.importorskip("triton")
-from lightrl.kernels import moe_rows
+from lightrl.kernels import moe_fused, moe_rows
 from lightrl.kernels.moe_fused import Plan, fused_experts
 from lightrl.kernels.moe_products import Tiles
 
@@ -133,10 +133,30 @@ def test_a_graph_that_is_kept_gives_the_same_again(plan: Plan) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_a_checkpointed_forward_gives_the_same() -> None:
+@pytest.mark.parametrize("plan", [OURS, TORCHS])
+def test_a_checkpointed_forward_gives_the_same_and_stops_half_way(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its repeat ends with gate and up: the sums of rows are the output's and the hidden gradient's, no third."""
+    sums = []
+
+    def counted(rows: Tensor, order: moe_rows.Order) -> Tensor:
+        sums.append(rows.shape)
+        return moe_rows.combine(rows, order)
+
     inputs = example(20, 2, 20, 12)
-    plain = results(lambda *leaves: fused_experts(*leaves, OURS), inputs)
-    wrapped = results(lambda *leaves: checkpoint(fused_experts, *leaves, OURS, use_reentrant=False), inputs)
+    plain = results(lambda *leaves: fused_experts(*leaves, plan), inputs)
+    monkeypatch.setattr(moe_fused, "combine", counted)
+    wrapped = results(lambda *leaves: checkpoint(fused_experts, *leaves, plan, use_reentrant=False), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(plain, wrapped, strict=True))
+    assert len(sums) == 2
+
+
+def test_a_repeat_goes_on_to_what_is_saved_later() -> None:
+    """A square after the experts needs their output in the repeat, too."""
+    inputs = example(20, 2, 20, 12)
+    plain = results(lambda *leaves: fused_experts(*leaves, OURS).square(), inputs)
+    wrapped = results(
+        lambda *leaves: checkpoint(lambda *x: fused_experts(*x, OURS).square(), *leaves, use_reentrant=False), inputs
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain, wrapped, strict=True))
 
 

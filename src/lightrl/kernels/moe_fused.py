@@ -39,66 +39,86 @@ def fused_experts(
     hidden [T, H], indices [T, k] int64, weights [T, k], gate_up [E, 2I, H], down [E, H, I] -> [T, H]. Products by
     torch need rows of a multiple of 16 bytes.
     """
-    out: Tensor = _Experts.apply(hidden, indices, weights, gate_up, down, plan or Plan())
+    plan = plan or Plan()
+    order = sort_by_expert(indices, gate_up.shape[0]) if len(hidden) else None
+    hidden, weights = hidden.contiguous(), weights.contiguous()
+    ticket, gate_up_rows, act = _Experts.apply(hidden, weights, gate_up, down, order, plan)
+    out: Tensor = _Outputs.apply(ticket, gate_up_rows, act, weights.detach(), down.detach(), order, plan)
     return out
 
 
 class _Experts(torch.autograd.Function):
+    """The first half of the forward pass, and the whole backward pass.
+
+    `ticket` [T, H] stands for the output, which `_Outputs` computes from it and the rows [S, 2I] and [S, I] (None where
+    not at hand). In two halves, because checkpointing ends the repeat of a block once all that was saved is there: if
+    nothing later is saved, it never comes to the second half.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        indices: Tensor,
-        weights: Tensor,
-        gate_up_weight: Tensor,
-        down_weight: Tensor,
+        ctx: Any, hidden: Tensor, weights: Tensor, gate_up_weight: Tensor, down_weight: Tensor, order: Order | None,
         plan: Plan,
-    ) -> Tensor:
-        ctx.plan = plan
-        if not len(hidden):
-            ctx.save_for_backward(hidden, weights, gate_up_weight, down_weight)
-            return torch.zeros_like(hidden)
-        hidden, shares = hidden.contiguous(), weights.contiguous()
-        order = sort_by_expert(indices, gate_up_weight.shape[0])
-        if plan.gate_up is None:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        act = None
+        if order is None:
+            gate_up = hidden.new_empty(0, gate_up_weight.shape[1])
+        elif plan.gate_up is None:
             gate_up = product(spread(hidden, order), gate_up_weight.mT, order.ends)
-            act = swiglu(gate_up, shares, order)
         else:
-            gate_up, act = gate_up_product(hidden, gate_up_weight.mT, shares, order, plan.gate_up)
-        out = combine(product(act, down_weight.mT, order.ends, plan.down), order)
-        ctx.save_for_backward(hidden, weights, gate_up_weight, down_weight, gate_up, *order)
-        return out
+            gate_up, act = gate_up_product(hidden, gate_up_weight.mT, weights, order, plan.gate_up)
+        ctx.plan = plan
+        ctx.save_for_backward(hidden, weights, gate_up_weight, down_weight, gate_up, *(order or ()))
+        ctx.mark_non_differentiable(*(t for t in (gate_up, act) if t is not None))
+        ctx.set_materialize_grads(False)
+        return hidden.new_empty(()).expand(hidden.shape), gate_up, act
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weights, gate_up_weight, down_weight, *rest = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 6
+        hidden, weights, gate_up_weight, down_weight, gate_up, *rest = ctx.saved_tensors
         if not rest:
-            zeros = [torch.zeros_like(t) for t in (hidden, weights, gate_up_weight, down_weight)]
-            return zeros[0], None, *zeros[1:], None
-        gate_up, order = rest[0], Order(*rest[1:])
-        del rest
-        plan, grad, wanted = ctx.plan, grad.contiguous(), ctx.needs_input_grad
-        grad_gate_up, act, grad_weights, rows = _act_gradient(ctx.plan, grad, weights, down_weight, gate_up, order)
+            return *(torch.zeros_like(t) for t in (hidden, weights, gate_up_weight, down_weight)), None, None
+        order, plan, grad, wanted = Order(*rest), ctx.plan, grad.contiguous(), ctx.needs_input_grad
+        grad_gate_up, act, grad_weights, rows = _act_gradient(plan, grad, weights, down_weight, gate_up, order)
         del gate_up
         grad_down = grad_matrices = grad_hidden = None
-        if wanted[4]:
+        if wanted[3]:
             grad_down = outer_product(rows, act, order, plan.grad_down, spread="left")
         del rows, act
         if wanted[0]:
             grad_hidden = combine(product(grad_gate_up, gate_up_weight, order.ends, plan.grad_rows), order)
-        if wanted[3]:
+        if wanted[2]:
             x = spread(hidden, order) if plan.grad_gate_up is None else hidden
             grad_matrices = outer_product(grad_gate_up, x, order, plan.grad_gate_up, spread="right")
-        return grad_hidden, None, grad_weights.to(weights.dtype), grad_matrices, grad_down, None
+        return grad_hidden, grad_weights.to(weights.dtype), grad_matrices, grad_down, None, None
+
+
+class _Outputs(torch.autograd.Function):
+    """The second half. It saves nothing, and hands the gradient of the output to its ticket."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ticket: Tensor, gate_up: Tensor, act: Tensor | None, weights: Tensor, down_weight: Tensor,
+        order: Order | None, plan: Plan,
+    ) -> Tensor:  # fmt: skip
+        if order is None:
+            return torch.zeros_like(ticket)
+        act = swiglu(gate_up, weights, order) if act is None else act
+        return combine(product(act, down_weight.mT, order.ends, plan.down), order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None, None, None, None
 
 
 def _act_gradient(
     plan: Plan, grad: Tensor, weights: Tensor, down_weight: Tensor, gate_up: Tensor, order: Order
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of gate and up and of the weights, the activations, and `grad` as the product after it wants it."""
-    weights, overwrite = weights.contiguous(), not _graph_is_kept()
-    rows = grad
+    rows, overwrite = grad, not _graph_is_kept()
     if plan.grad_act is None or plan.grad_down is None:
         rows = spread(grad, order)
     if plan.grad_act is None:
