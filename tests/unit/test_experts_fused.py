@@ -56,6 +56,7 @@ def test_sort_is_that_of_torch(tokens: int, top_k: int, num_experts: int) -> Non
     order = moe_rows.sort_by_expert(indices, num_experts)
     expert, source = indices.flatten().sort(stable=True)
     assert torch.equal(order.source.long(), source)
+    assert torch.equal(order.token.long(), source // top_k)
     assert torch.equal(source[order.place.flatten().long()], torch.arange(tokens * top_k))
     assert torch.equal(order.ends.long(), torch.searchsorted(expert, torch.arange(num_experts), right=True))
 
@@ -162,7 +163,7 @@ def test_a_repeat_goes_on_to_what_is_saved_later() -> None:
 
 @pytest.mark.parametrize("plan", [OURS, TORCHS])
 def test_only_gate_and_up_are_kept(plan: Plan) -> None:
-    """Beside the inputs, and 4 bytes three times a pair, nothing stays for the backward pass."""
+    """Beside the inputs, and 12 bytes a pair, nothing stays for the backward pass."""
     inputs = example(63, 2, 20, 12)
     given = {t.data_ptr() for t in inputs}
     kept: list[Tensor] = []
@@ -175,7 +176,7 @@ def test_only_gate_and_up_are_kept(plan: Plan) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         fused_experts(*inputs, plan)
     assert sorted(t.numel() for t in kept if t.is_floating_point()) == [63 * 2 * 24]
-    assert sum(t.nbytes for t in kept if not t.is_floating_point()) == 4 * (2 * 63 * 2 + 5)
+    assert sum(t.nbytes for t in kept if not t.is_floating_point()) == 4 * (3 * 63 * 2 + 5)
 
 
 def test_frozen_inputs_get_nothing_and_change_nothing() -> None:

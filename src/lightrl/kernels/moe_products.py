@@ -70,13 +70,13 @@ def outer_product(left: Tensor, right: Tensor, order: Order, tiles: Tiles | None
     """
     if tiles is None:
         return _torch_product()(left.T, right, offs=order.ends)
-    experts, top_k = len(order.ends), order.place.shape[1]
+    experts = len(order.ends)
     out = left.new_empty(experts, left.shape[1], right.shape[1])
     # Tiles of one expert run side by side: they share its rows, which the cache holds.
     grid = (triton.cdiv(left.shape[1], tiles.rows) * triton.cdiv(right.shape[1], tiles.cols), experts)
     _outer[grid](
-        left, right, out, order.source, order.ends, left.shape[1], right.shape[1],
-        TOP_K=top_k, SPREAD_LEFT=spread == "left", SPREAD_RIGHT=spread == "right", **tiles.constants,
+        left, right, out, order.token, order.ends, left.shape[1], right.shape[1],
+        SPREAD_LEFT=spread == "left", SPREAD_RIGHT=spread == "right", **tiles.constants,
     )  # fmt: skip
     return out
 
@@ -137,9 +137,9 @@ def _launch_rows(
     if tiles.tma:
         blocks = _descriptors(tiles, x, matrices, wide, epilogue is SWIGLU, order is not None)
     _rows[(programs,)](
-        *blocks, out, act, gate_up, weights, parts, None if order is None else order.source, ends,
+        *blocks, out, act, gate_up, weights, parts, *((None, None) if order is None else order[1:3]), ends,
         experts, depth, width, *matrices.stride(),
-        TOP_K=0 if order is None else order.place.shape[1], EPILOGUE=epilogue.value, TMA=tiles.tma, WIDE=wide,
+        SPREAD=order is not None, EPILOGUE=epilogue.value, TMA=tiles.tma, WIDE=wide,
         EVEN=depth % tiles.depth == 0, EXPERTS=triton.next_power_of_2(experts), FLATTEN=tiles.persistent > 0,
         **tiles.constants,
     )  # fmt: skip
@@ -162,12 +162,12 @@ def _processors(x: Tensor) -> int:
 
 @triton.jit
 def _rows(
-    x, matrices, out, act, gate_up, weights, parts, source, ends,
+    x, matrices, out, act, gate_up, weights, parts, source, token, ends,
     experts, depth, width, of_expert, of_depth, of_width,
-    TOP_K: tl.constexpr, EPILOGUE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    SPREAD: tl.constexpr, EPILOGUE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of rows times their expert's matrix. TOP_K 0: x is sorted; else row r of x is that of r's token.
+    """Tiles of rows times their expert's matrix. SPREAD: row r of x is that of r's token.
 
     With FLATTEN a program takes every `num_programs`th tile, and loads of the next begin before one is stored.
     """
@@ -179,20 +179,20 @@ def _rows(
     counts = tl.where(each < experts, tl.cdiv(stops - starts, ROWS), 0)
     past = tl.cumsum(counts, 0)
     num_tiles = tl.sum(counts, 0) * col_tiles
-    work = (past, counts, starts, stops, x, matrices, out, act, gate_up, weights, parts, source)
+    work = (past, counts, starts, stops, x, matrices, out, act, gate_up, weights, parts, source, token)
     sizes = (col_tiles, depth, width, of_expert, of_depth, of_width)
     if FLATTEN:
         for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
-            _tile(tile, *work, *sizes, TOP_K, EPILOGUE, TMA, WIDE, EVEN, EXPERTS, ROWS, COLS, DEPTH)
+            _tile(tile, *work, *sizes, SPREAD, EPILOGUE, TMA, WIDE, EVEN, EXPERTS, ROWS, COLS, DEPTH)
     elif tl.program_id(0) < num_tiles:
-        _tile(tl.program_id(0), *work, *sizes, TOP_K, EPILOGUE, TMA, WIDE, EVEN, EXPERTS, ROWS, COLS, DEPTH)
+        _tile(tl.program_id(0), *work, *sizes, SPREAD, EPILOGUE, TMA, WIDE, EVEN, EXPERTS, ROWS, COLS, DEPTH)
 
 
 @triton.jit
 def _tile(
-    tile, past, counts, starts, stops, x, matrices, out, act, gate_up, weights, parts, source,
+    tile, past, counts, starts, stops, x, matrices, out, act, gate_up, weights, parts, source, token,
     col_tiles, depth, width, of_expert, of_depth, of_width,
-    TOP_K: tl.constexpr, EPILOGUE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    SPREAD: tl.constexpr, EPILOGUE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     row_tile, col_tile = tile // col_tiles, tile % col_tiles
@@ -207,22 +207,22 @@ def _tile(
     col = col_tile * COLS + tl.arange(0, COLS)
     inside = col < width
     from_row, from_col, pair = row, col % width, row  # a remainder, unlike `where`, is still known to be contiguous
-    if TOP_K > 0:
+    if SPREAD:
         pair = tl.load(source + row)
-        from_row = pair // TOP_K
+        from_row = tl.load(token + row)
     if EPILOGUE == SWIGLU:  # a gate beside its up: a thread then holds both
         from_col = from_col // 2 + (from_col % 2) * (width // 2)
     deep = tl.arange(0, DEPTH)
     x_at = x
     m_at = matrices
-    if not TMA or TOP_K > 0:
+    if not TMA or SPREAD:
         x_at = x + from_row.to(tl.int64)[:, None] * depth + deep[None, :]
     if not TMA:
         m_at = matrices + expert.to(tl.int64) * of_expert + deep[:, None] * of_depth + from_col[None, :] * of_width
     total = tl.zeros([ROWS, COLS], tl.float32)
     for done in range(0, depth, DEPTH):
         left = deep < depth - done
-        if TMA and TOP_K == 0:
+        if TMA and not SPREAD:
             a = x.load([first, done])
         elif EVEN:
             a = tl.load(x_at)
@@ -240,7 +240,7 @@ def _tile(
         else:
             b = tl.load(m_at, mask=left[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
-        if not TMA or TOP_K > 0:
+        if not TMA or SPREAD:
             x_at += DEPTH
         if not TMA:
             m_at += DEPTH * of_depth
@@ -293,8 +293,8 @@ def _push_through_swiglu(grad, share, place, col, known, width, out, act, gate_u
 
 @triton.jit
 def _outer(
-    left, right, out, source, ends, left_width, right_width,
-    TOP_K: tl.constexpr, SPREAD_LEFT: tl.constexpr, SPREAD_RIGHT: tl.constexpr,
+    left, right, out, tokens, ends, left_width, right_width,
+    SPREAD_LEFT: tl.constexpr, SPREAD_RIGHT: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one expert's matrix: the sum over its rows. None: zeros."""
@@ -310,7 +310,7 @@ def _outer(
     pair = start + deep
     token = pair
     if SPREAD_LEFT or SPREAD_RIGHT:
-        token = tl.load(source + pair, mask=pair < stop, other=0) // TOP_K
+        token = tl.load(tokens + pair, mask=pair < stop, other=0)
     for _ in range(start, stop, DEPTH):
         known = pair < stop
         left_row, right_row = (token if SPREAD_LEFT else pair), (token if SPREAD_RIGHT else pair)
@@ -321,7 +321,7 @@ def _outer(
         pair += DEPTH
         token = pair
         if SPREAD_LEFT or SPREAD_RIGHT:  # those of the next turn: addresses that wait for a load come late
-            token = tl.load(source + pair, mask=pair < stop, other=0) // TOP_K
+            token = tl.load(tokens + pair, mask=pair < stop, other=0)
         total = tl.dot(a, b, total, input_precision="ieee")
     at = expert.to(tl.int64) * left_width * right_width + row[:, None] * right_width + col[None, :]
     mask = (row < left_width)[:, None] & (col < right_width)[None, :]

@@ -31,7 +31,8 @@ class Order(NamedTuple):
     """The S = T * k pairs of a token and one of its experts, sorted by expert; pairs of an expert keep their order."""
 
     place: Tensor  # [T, k] int32: where each pair stands after sorting
-    source: Tensor  # [S] int32: which pair stands here, its token is source // k
+    source: Tensor  # [S] int32: which pair stands here
+    token: Tensor  # [S] int32: its token, source // k
     ends: Tensor  # [E] int32: where each expert's rows end
 
 
@@ -40,15 +41,15 @@ def sort_by_expert(indices: Tensor, num_experts: int) -> Order:
     indices = indices.contiguous()
     num_blocks = triton.cdiv(indices.numel(), _BLOCK)
     counts = torch.empty(num_experts, num_blocks, dtype=torch.int32, device=indices.device)
-    place, source, ends = (
-        torch.empty(shape, dtype=torch.int32, device=indices.device)
-        for shape in (indices.shape, indices.numel(), num_experts)
-    )
+    shapes = (indices.shape, indices.numel(), indices.numel(), num_experts)
+    order = Order(*(torch.empty(shape, dtype=torch.int32, device=indices.device) for shape in shapes))
     size = (indices.numel(), num_experts, num_blocks)
     _count[(num_blocks,)](indices, counts, *size, BLOCK=_BLOCK, EXPERTS=64)
     sums = counts.flatten().cumsum(0, dtype=torch.int32)
-    _arrange[(num_blocks,)](indices, counts, sums, place, source, ends, *size, BLOCK=_BLOCK, EXPERTS=64)
-    return Order(place, source, ends)
+    _arrange[(num_blocks,)](
+        indices, counts, sums, *order, *size, TOP_K=indices.shape[1], BLOCK=_BLOCK, EXPERTS=64
+    )  # fmt: skip
+    return order
 
 
 def spread(x: Tensor, order: Order) -> Tensor:
@@ -110,8 +111,8 @@ def _count(indices, counts, num_pairs, num_experts, num_blocks, BLOCK: tl.conste
 
 @triton.jit
 def _arrange(
-    indices, counts, sums, place, source, ends, num_pairs, num_experts, num_blocks,
-    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    indices, counts, sums, place, source, token, ends, num_pairs, num_experts, num_blocks,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """A pair stands behind those of lower experts, of earlier blocks, and earlier ones of its block (`sums` of all)."""
     block = tl.program_id(0)
@@ -125,6 +126,7 @@ def _arrange(
     to = before + tl.sum(earlier.to(tl.int32), 1)
     tl.store(place + pair, to, mask=known)
     tl.store(source + to, pair, mask=known)
+    tl.store(token + to, pair // TOP_K, mask=known)
     if block == 0:
         for first in range(0, num_experts, EXPERTS):
             each = first + tl.arange(0, EXPERTS)
