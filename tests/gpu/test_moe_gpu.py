@@ -175,6 +175,35 @@ def test_memory_at_the_size_of_qwen3_30b_a3b() -> None:
     assert all(g.isfinite().all() for g in gradients)
 
 
+# ----- the router
+
+
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 5, 1), (63, 128, 8), (257, 512, 10), (4096, 128, 8)])
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_choice_and_weights(tokens: int, num_experts: int, top_k: int, renormalize: bool, dtype: torch.dtype) -> None:
+    """Against float64; bfloat16 logits have ties, so the chosen scores are compared and not their numbers."""
+    from lightrl.kernels.moe_choice import best_experts, softmax_weights
+
+    g = torch.Generator("cuda").manual_seed(0)
+    logits = (torch.randn(tokens, num_experts, generator=g, device="cuda") * 2).to(dtype).requires_grad_()
+    push = torch.randn(tokens, top_k, generator=g, device="cuda")
+    indices = best_experts(logits.detach(), top_k)
+    exact = logits.detach().double().requires_grad_()
+    scores = exact.softmax(-1)
+    assert torch.equal(scores.gather(-1, indices), scores.topk(top_k).values)
+    assert all(len(set(row)) == top_k for row in indices.tolist())
+    expected = scores.gather(-1, indices)
+    if renormalize:
+        expected = expected / expected.sum(-1, keepdim=True)
+    found = softmax_weights(logits, indices, renormalize=renormalize)
+    torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-5)
+    ours, theirs = (torch.autograd.grad(w, x, push.to(w))[0] for w, x in ((found, logits), (expected, exact)))
+    assert ours.dtype == dtype
+    bound = 4e-3 if dtype == torch.bfloat16 else 1e-5
+    assert (ours.double() - theirs).norm() <= bound * theirs.norm() + 1e-6
+
+
 # ----- a model
 
 

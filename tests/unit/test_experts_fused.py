@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from lightrl.kernels.moe import ExpertWeights, grouped_experts_reference, swiglu
 
 pytest.importorskip("triton")
-from lightrl.kernels import moe_fused, moe_rows
+from lightrl.kernels import moe_choice, moe_fused, moe_rows
 from lightrl.kernels.moe_fused import Plan, fused_experts
 from lightrl.kernels.moe_products import Tiles
 
@@ -197,3 +197,36 @@ def test_a_rank_without_tokens_gives_every_weight_a_gradient() -> None:
     assert (of_gate_up.shape, of_down.shape) == ((5, 24, 20), (5, 20, 12))
     assert not of_gate_up.any()
     assert not of_down.any()
+
+
+# ----- the router's choice
+
+
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 5, 1), (63, 5, 2), (257, 8, 8), (7, 130, 3)])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_choice_and_weights_equal_plain_torch(tokens: int, num_experts: int, top_k: int, renormalize: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    logits = (torch.randn(tokens, num_experts, generator=g) * 3).requires_grad_()
+    push = torch.randn(tokens, top_k, generator=g)
+    scores = logits.softmax(-1)
+    expected_indices = scores.topk(top_k).indices
+    expected = scores.gather(-1, expected_indices)
+    if renormalize:
+        expected = expected / expected.sum(-1, keepdim=True)
+    indices = moe_choice.best_experts(logits.detach(), top_k)
+    assert torch.equal(indices, expected_indices)
+    found = moe_choice.softmax_weights(logits, indices, renormalize=renormalize)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    gradients = [torch.autograd.grad(weights, logits, push)[0] for weights in (found, expected)]
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-5)
+
+
+def test_choice_among_equals_is_the_first_and_never_outside() -> None:
+    """Ties, experts ruled out, and a token that is not a number: distinct numbers of experts that there are."""
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor([[1.0, 2, 2, 1, 1], [-inf, -inf, 0, -inf, -inf], [nan] * 5, [inf, 0, inf, 1, 0]])
+    indices = moe_choice.best_experts(logits, 3).tolist()
+    assert indices[0] == [1, 2, 0]
+    assert indices[1] == [2, 0, 1]
+    assert set(indices[2]) <= set(range(5))
+    assert indices[3] == [0, 2, 3]

@@ -89,7 +89,12 @@ def _fused_covers(hidden: Tensor, experts: ExpertWeights) -> bool:
     """Experts of silu(gate) * up without biases, in bfloat16 on a GPU that has torch's grouped product, with Triton."""
     plain = experts.gate_up_bias is None and experts.down_bias is None and not experts.transposed
     fits = _has_grouped_kernel(hidden, experts.gate_up) and _has_grouped_kernel(hidden, experts.down)
-    return plain and fits and importlib.util.find_spec("triton") is not None
+    return plain and fits and has_kernels(hidden)
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Can Triton kernels take this tensor? It is on a GPU, and Triton there."""
+    return x.is_cuda and importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)

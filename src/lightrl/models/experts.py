@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrl.kernels.moe import Activation, ExpertWeights, grouped_experts, swiglu
+from lightrl.kernels.moe import Activation, ExpertWeights, grouped_experts, has_kernels, swiglu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,10 +73,16 @@ def _activation(experts: Any) -> Activation:
 def softmax_router(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax over all experts, then the best k, renormalised if the config says so (Qwen)."""
     logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+    renormalize = getattr(router, "norm_topk_prob", True)
+    if has_kernels(logits):
+        from lightrl.kernels.moe_choice import best_experts, softmax_weights
+
+        indices = _choose(router, lambda: best_experts(logits, router.top_k))
+        return logits, softmax_weights(logits, indices, renormalize=renormalize), indices
     scores = logits.softmax(-1, dtype=torch.float32)
     indices = _choose(router, lambda: scores.topk(router.top_k, dim=-1).indices)
     weights = scores.gather(-1, indices)
-    if getattr(router, "norm_topk_prob", True):
+    if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return logits, weights, indices
 
