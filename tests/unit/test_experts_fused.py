@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_experts import checkpointed
+from test_packed_models import build, compare, our_results, samples, stock_results
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightrl.kernels.moe import ExpertWeights, grouped_experts_reference, swiglu
+from lightrl.models import experts, registry
+from lightrl.training.policy import PolicyModule
 
 pytest.importorskip("triton")
-from lightrl.kernels import moe_choice, moe_fused, moe_rows
+from lightrl.kernels import moe_choice, moe_fused, moe_products, moe_rows
 from lightrl.kernels.moe_fused import Plan, fused_experts
 from lightrl.kernels.moe_products import Tiles
 
@@ -66,13 +70,13 @@ def test_sort_is_that_of_torch(tokens: int, top_k: int, num_experts: int) -> Non
     [
         (1, 1, 20, 12, OURS),
         (63, 2, 20, 12, OURS),
-        (63, 8, 40, 36, OURS),
+        (33, 8, 40, 36, OURS),
         (257, 1, 20, 12, OURS),
         (1, 2, 20, 12, COPIED),
-        (63, 3, 40, 36, COPIED),
+        (33, 3, 40, 36, COPIED),
         (1, 2, 20, 12, TORCHS),
         (63, 8, 20, 12, TORCHS),
-        (257, 2, 24, 36, TORCHS),
+        (257, 1, 24, 36, TORCHS),
     ],
 )
 def test_fused_equals_the_loop(tokens: int, top_k: int, hidden: int, width: int, plan: Plan) -> None:
@@ -93,6 +97,24 @@ def test_each_product_alone(name: str) -> None:
     ours = results(lambda *leaves: fused_experts(*leaves, plan), inputs)
     for found, expected in zip(ours, results(reference, inputs), strict=True):
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_an_idle_experts_gradient_is_zero_whatever_torch_leaves_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its grouped product does not write there on every card (pytorch/pytorch#172439)."""
+    stock = moe_products._torch_product()
+
+    def careless(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        out = stock(a, b, offs=offs)
+        if out.dim() == 3:
+            out[offs == offs.roll(1)] = float("nan")
+            out[0] = float("nan")
+        return out
+
+    inputs = example(63, 2, 20, 12)
+    expected = results(lambda *leaves: fused_experts(*leaves, TORCHS), inputs)
+    monkeypatch.setattr(moe_products, "_torch_product", lambda: careless)
+    found = results(lambda *leaves: fused_experts(*leaves, TORCHS), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_float16_is_as_good_as_its_rounding() -> None:
@@ -182,7 +204,7 @@ def test_only_gate_and_up_are_kept(plan: Plan) -> None:
 def test_frozen_inputs_get_nothing_and_change_nothing() -> None:
     inputs = example(20, 2, 20, 12)
     whole = results(lambda *leaves: fused_experts(*leaves, OURS), inputs)
-    for frozen in ((0,), (3,), (4,), (0, 2, 3)):
+    for frozen in ((3,), (4,), (0, 2)):
         some = [t.detach().requires_grad_(t.requires_grad and i not in frozen) for i, t in enumerate(inputs)]
         found = results(lambda *leaves: fused_experts(*leaves, OURS), some)
         expected = [whole[0], *(g for i, g in zip((0, 2, 3, 4), whole[1:], strict=True) if i not in frozen)]
@@ -230,3 +252,29 @@ def test_choice_among_equals_is_the_first_and_never_outside() -> None:
     assert indices[1] == [2, 0, 1]
     assert set(indices[2]) <= set(range(5))
     assert indices[3] == [0, 2, 3]
+
+
+# ----- a model through all of them
+
+
+def test_a_packed_model_equals_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs, entropies and gradients of Qwen3-MoE, plain and checkpointed, with what a GPU would run."""
+
+    plan = Plan(**dict.fromkeys(NAMES, Tiles(rows=32, cols=64, depth=32)))
+
+    def fused(hidden: Tensor, indices: Tensor, weights: Tensor, of: ExpertWeights, activate: object) -> Tensor:
+        assert activate is swiglu
+        return fused_experts(hidden, indices, weights, of.gate_up, of.down, plan)
+
+    monkeypatch.setattr(experts, "grouped_experts", fused)
+    monkeypatch.setattr(experts, "has_kernels", lambda x: True)
+    units = samples()[1:2]
+    coefficients = torch.randn(2, sum(len(s.response) for u in units for s in u))
+    stock, model = build("qwen3_moe")
+    registry.prepare_packed(model)
+    compare(
+        our_results(PolicyModule(model, packed=True), units, coefficients), stock_results(stock, units, coefficients)
+    )
+    plain = our_results(PolicyModule(model, packed=True), units, coefficients)
+    again = our_results(checkpointed(model), units, coefficients)
+    assert all(torch.equal(a, b) for a, b in zip(plain[2].values(), again[2].values(), strict=True))

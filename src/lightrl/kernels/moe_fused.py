@@ -31,6 +31,15 @@ class Plan:
     grad_gate_up: Tiles | None = None
 
 
+_MEASURED: dict[tuple[int, int], Plan] = {}
+"""Compute capability -> the plan that `moe_block --stages` found fastest there."""
+
+
+def plan_for(x: Tensor) -> Plan:
+    """Ours where they were measured faster on this kind of GPU, else torch's."""
+    return _MEASURED.get(torch.cuda.get_device_capability(x.device), Plan()) if x.is_cuda else Plan()
+
+
 def fused_experts(
     hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, plan: Plan | None = None
 ) -> Tensor:
@@ -39,7 +48,7 @@ def fused_experts(
     hidden [T, H], indices [T, k] int64, weights [T, k], gate_up [E, 2I, H], down [E, H, I] -> [T, H]. Products by
     torch need rows of a multiple of 16 bytes.
     """
-    plan = plan or Plan()
+    plan = plan or plan_for(hidden)
     order = sort_by_expert(indices, gate_up.shape[0]) if len(hidden) else None
     hidden, weights = hidden.contiguous(), weights.contiguous()
     ticket, gate_up_rows, act = _Experts.apply(hidden, weights, gate_up, down, order, plan)

@@ -69,7 +69,10 @@ def outer_product(left: Tensor, right: Tensor, order: Order, tiles: Tiles | None
     With `tiles`, the one that `spread` names ("left" or "right") may be [T, ...]: a pair's row is its token's.
     """
     if tiles is None:
-        return _torch_product()(left.T, right, offs=order.ends)
+        out = _torch_product()(left.T, right, offs=order.ends)
+        size = out[0].numel()  # an expert without rows gets zeros by torch on Hopper, but not on every card
+        _clear_idle[(16, len(order.ends))](out, order.ends, size, triton.cdiv(size, 16), BLOCK=1024)
+        return out
     experts = len(order.ends)
     out = left.new_empty(experts, left.shape[1], right.shape[1])
     # Tiles of one expert run side by side: they share its rows, which the cache holds.
@@ -289,6 +292,17 @@ def _push_through_swiglu(grad, share, place, col, known, width, out, act, gate_u
     tl.store(out + at + width, grad_up.to(out.dtype.element_ty), mask=mask)
     tl.store(act + place + col[None, :], both.to(act.dtype.element_ty), mask=mask)
     tl.store(part + number, tl.sum(grad * plain, 1), mask=known)
+
+
+@triton.jit
+def _clear_idle(out, ends, size, share, BLOCK: tl.constexpr):
+    """Zeros where an expert has no rows: a program writes `share` of the `size` numbers of one matrix."""
+    expert = tl.program_id(1)
+    if tl.load(ends + expert) == tl.load(ends + expert - 1, mask=expert > 0, other=0):
+        start, stop = tl.program_id(0) * share, tl.minimum((tl.program_id(0) + 1) * share, size)
+        for first in range(start, stop, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            tl.store(out + expert.to(tl.int64) * size + at, tl.zeros([BLOCK], out.dtype.element_ty), mask=at < stop)
 
 
 @triton.jit
