@@ -161,6 +161,8 @@ def _grouped_linear(x: Tensor, weight: Tensor, rows: _Rows, transposed: bool) ->
     matrices = weight if transposed else weight.transpose(1, 2)
     if _has_grouped_kernel(x, matrices):
         grouped_mm = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+        if torch.cuda.get_device_capability(x.device) != (9, 0):
+            matrices = _ZeroWhereIdle.apply(matrices, rows.ends)
         return grouped_mm(x, matrices, offs=rows.ends)
     product: Tensor = _LoopedProduct.apply(x, matrices, rows.counts)
     return product
@@ -174,6 +176,22 @@ def _has_grouped_kernel(x: Tensor, matrices: Tensor) -> bool:
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
         and all(size % 8 == 0 for size in matrices.shape[1:])
     )
+
+
+class _ZeroWhereIdle(torch.autograd.Function):
+    """The same matrices. What torch's product leaves as the gradient of an expert without rows is zero on Hopper, but
+    anything on Blackwell (pytorch/pytorch#172439)."""
+
+    @staticmethod
+    def forward(ctx: Any, matrices: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return matrices.view_as(matrices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (ends,) = ctx.saved_tensors
+        idle = ends.diff(prepend=ends.new_zeros(1)) == 0
+        return grad.masked_fill(idle[:, None, None], 0), None
 
 
 class _LoopedProduct(torch.autograd.Function):

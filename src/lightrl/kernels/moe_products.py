@@ -70,7 +70,7 @@ def outer_product(left: Tensor, right: Tensor, order: Order, tiles: Tiles | None
     """
     if tiles is None:
         out = _torch_product()(left.T, right, offs=order.ends)
-        size = out[0].numel()  # an expert without rows gets zeros by torch on Hopper, but not on every card
+        size = out[0].numel()  # of an expert without rows torch leaves zeros on Hopper, but anything on Blackwell
         _clear_idle[(16, len(order.ends))](out, order.ends, size, triton.cdiv(size, 16), BLOCK=1024)
         return out
     experts = len(order.ends)
@@ -198,6 +198,7 @@ def _tile(
     SPREAD: tl.constexpr, EPILOGUE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
+    """One tile: product, then what EPILOGUE says becomes of it."""
     row_tile, col_tile = tile // col_tiles, tile % col_tiles
     expert = tl.sum((past <= row_tile).to(tl.int32), 0)
     mine = tl.arange(0, EXPERTS) == expert
