@@ -27,6 +27,7 @@ OPS = {
     "logprob": "ms of log-probs and entropies from hidden states; peers: whole logits, checkpointed chunks, Liger",
     "sleep_wake": "seconds to move the trainer off the GPUs and back; peer: bare page-locked copies",
     "weight_sync": "ms to pass weights into SGLang; peers: per tensor, one bucket at a time",
+    "moe_block": "ms and memory of a mixture-of-experts block; peer: transformers with grouped_mm",
     "step_overhead": "share of a step that neither generates nor trains, SGLang on the same GPUs",
     "mismatch": "nats between log-probs of trainer and SGLang, by setting; peer: bfloat16's own error",
     "sglang_generate": "tokens/s of SGLang through our engine; peer: its own offline generate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -92,6 +93,23 @@ def test_logprob_compares_with_peers_that_do_the_same(common: ModuleType) -> Non
     rows = logprob.run(parser.parse_args(settings.split()))
     assert {row["peer_name"] for row in rows} == {logprob.PLAIN, "whole logits", "chunks, checkpoint"}
     assert all(row["ours"] > 0 and row["limit"] > 0 for row in rows)
+
+
+def test_moe_block_runs_small_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both blocks, of the same weights: what is timed computes the same."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import moe_block
+    import torch
+
+    parser = argparse.ArgumentParser()
+    moe_block.add_arguments(parser)
+    options = "--device cpu --dtype float32 --tokens 65 --hidden 32 --intermediate 24 --experts 5 --top-k 2 --repeats 1"
+    args = parser.parse_args(options.split())
+    rows = moe_block.run(args)
+    assert [row["case"].split(",")[0] for row in rows] == ["forward", "forward + backward"]
+    theirs, ours = moe_block.blocks(args)
+    x = torch.randn(1, 65, 32)
+    torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)
 
 
 def test_worker_answers_in_turn_and_shows_its_last_words(common: ModuleType, tmp_path: Path) -> None:

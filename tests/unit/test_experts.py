@@ -9,7 +9,7 @@ from test_packed_models import SPECIAL, TEMPERATURE, build, our_results, samples
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
-from lightrl.kernels.moe import ExpertWeights, grouped_experts, grouped_experts_reference
+from lightrl.kernels.moe import ExpertWeights, _ZeroWhereIdle, grouped_experts, grouped_experts_reference
 from lightrl.models import experts, registry
 from lightrl.models.attention import Segments, _SinkAttention, _with_sinks
 from lightrl.training.packing import pack
@@ -68,6 +68,17 @@ def test_a_rank_without_tokens_gives_every_weight_a_gradient() -> None:
     assert out.shape == (0, 6)
     out.sum().backward()
     assert all(w.grad is not None and not w.grad.any() for w in weights)
+
+
+def test_the_gradient_of_an_idle_expert_is_zero_whatever_stood_there() -> None:
+    """Experts 0, 2 and 4 of five have no rows."""
+    matrices = torch.randn(5, 2, 3, requires_grad=True)
+    same = _ZeroWhereIdle.apply(matrices, torch.tensor([0, 4, 4, 7, 7], dtype=torch.int32))
+    assert torch.equal(same, matrices)
+    left_there = torch.full((5, 2, 3), float("nan"))
+    left_there[1], left_there[3] = 1.0, 2.0
+    (grad,) = torch.autograd.grad(same, matrices, left_there)
+    assert grad[:, 0, 0].tolist() == [0.0, 1.0, 0.0, 2.0, 0.0]
 
 
 def test_the_sum_over_experts_is_not_rounded_on_the_way() -> None:

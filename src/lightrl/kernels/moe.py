@@ -1,11 +1,15 @@
 """Experts of a mixture: rows sorted by expert, one grouped product a projection, sums in float32.
 
+On a GPU, the experts of most families run as Triton kernels (`moe_fused.py`); here is plain torch, for all others and
+everywhere else.
+
 Shapes: `T` tokens, `k` experts a token, `S = T * k` rows, `E` experts, `H` hidden, `I` intermediate. Gradients need no
 atomic addition, so results repeat bit by bit.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +21,12 @@ from torch import Tensor
 
 Activation = Callable[[Tensor], Tensor]
 """[n, 2I] -> [n, I]: how gate and up become one."""
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, of gate and up side by side: what most families do."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +67,10 @@ def grouped_experts(
     hidden [T, H], indices [T, k] int64 (distinct in a row), weights [T, k] (float32 keeps them unrounded) -> [T, H] in
     hidden's dtype. Differentiable in all but the indices; an expert without rows gets a zero gradient.
     """
+    if activate is swiglu and _fused_covers(hidden, experts):
+        from lightrl.kernels.moe_fused import fused_experts
+
+        return fused_experts(hidden, indices, weights, experts.gate_up, experts.down)
     rows = _Rows.sorted_by_expert(indices, experts.gate_up.shape[0])
     x = _Spread.apply(hidden, rows.token, rows.place)
     x = _grouped_linear(x, experts.gate_up, rows, experts.transposed)
@@ -69,6 +83,18 @@ def grouped_experts(
         shares = weights.new_zeros(len(weights), len(experts.down_bias), dtype=torch.float32)
         out = out + shares.scatter(1, indices, weights.float()) @ experts.down_bias.float()
     return out.to(hidden.dtype)
+
+
+def _fused_covers(hidden: Tensor, experts: ExpertWeights) -> bool:
+    """Experts of silu(gate) * up without biases, in bfloat16 on a GPU that has torch's grouped product, with Triton."""
+    plain = experts.gate_up_bias is None and experts.down_bias is None and not experts.transposed
+    fits = _has_grouped_kernel(hidden, experts.gate_up) and _has_grouped_kernel(hidden, experts.down)
+    return plain and fits and has_kernels(hidden)
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Can Triton kernels take this tensor? It is on a GPU, and Triton there."""
+    return x.is_cuda and importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -135,6 +161,8 @@ def _grouped_linear(x: Tensor, weight: Tensor, rows: _Rows, transposed: bool) ->
     matrices = weight if transposed else weight.transpose(1, 2)
     if _has_grouped_kernel(x, matrices):
         grouped_mm = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+        if torch.cuda.get_device_capability(x.device) != (9, 0):
+            matrices = _ZeroWhereIdle.apply(matrices, rows.ends)
         return grouped_mm(x, matrices, offs=rows.ends)
     product: Tensor = _LoopedProduct.apply(x, matrices, rows.counts)
     return product
@@ -148,6 +176,22 @@ def _has_grouped_kernel(x: Tensor, matrices: Tensor) -> bool:
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
         and all(size % 8 == 0 for size in matrices.shape[1:])
     )
+
+
+class _ZeroWhereIdle(torch.autograd.Function):
+    """The same matrices. What torch's product leaves as the gradient of an expert without rows is zero on Hopper, but
+    anything on Blackwell (pytorch/pytorch#172439)."""
+
+    @staticmethod
+    def forward(ctx: Any, matrices: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return matrices.view_as(matrices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (ends,) = ctx.saved_tensors
+        idle = ends.diff(prepend=ends.new_zeros(1)) == 0
+        return grad.masked_fill(idle[:, None, None], 0), None
 
 
 class _LoopedProduct(torch.autograd.Function):

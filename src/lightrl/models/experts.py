@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrl.kernels.moe import ExpertWeights, grouped_experts
+from lightrl.kernels.moe import Activation, ExpertWeights, grouped_experts, has_kernels, swiglu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +57,14 @@ def experts_forward(experts: Any, hidden: Tensor, indices: Tensor, weights: Tens
         gate_up_bias=experts.gate_up_proj_bias if experts.has_bias else None,
         down_bias=experts.down_proj_bias if experts.has_bias else None,
     )
-    return grouped_experts(hidden, indices, weights, parameters, experts._apply_gate)
+    return grouped_experts(hidden, indices, weights, parameters, _activation(experts))
+
+
+def _activation(experts: Any) -> Activation:
+    """`swiglu`, which has kernels of its own, where that is what the family does: all of ours but gpt-oss."""
+    stock = type(experts)._apply_gate.__module__ == "transformers.integrations.moe"  # else the family has its own
+    is_swiglu = stock and experts.is_concatenated and experts.config.hidden_act in ("silu", "swish")
+    return swiglu if is_swiglu else experts._apply_gate
 
 
 # ----- routers
@@ -66,10 +73,16 @@ def experts_forward(experts: Any, hidden: Tensor, indices: Tensor, weights: Tens
 def softmax_router(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax over all experts, then the best k, renormalised if the config says so (Qwen)."""
     logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+    renormalize = getattr(router, "norm_topk_prob", True)
+    if has_kernels(logits):
+        from lightrl.kernels.moe_choice import best_experts, softmax_weights
+
+        indices = _choose(router, lambda: best_experts(logits, router.top_k))
+        return logits, softmax_weights(logits, indices, renormalize=renormalize), indices
     scores = logits.softmax(-1, dtype=torch.float32)
     indices = _choose(router, lambda: scores.topk(router.top_k, dim=-1).indices)
     weights = scores.gather(-1, indices)
-    if getattr(router, "norm_topk_prob", True):
+    if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return logits, weights, indices
 
