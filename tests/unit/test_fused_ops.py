@@ -1,4 +1,4 @@
-"""RMSNorm with rotation, and gated products: kernels in Triton's interpreter against plain torch, values and gradients."""
+"""RMSNorm with rotation, and gated products: kernels in Triton's interpreter against plain torch, with gradients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Triton kernels of `gate.py`, in tiles of rows and columns; rows may be apart (a gate that is half of a product)."""
 
+# Kernels are written in Triton's language, not in Python's types.
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 from typing import Any
@@ -44,18 +47,21 @@ def _shape(rows: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
     num_rows, width = rows.shape
     cols = min(_TILE, triton.next_power_of_2(width))
     tile = {"ROWS": _TILE // cols, "COLS": cols}
-    return (triton.cdiv(num_rows, tile["ROWS"]), triton.cdiv(width, cols)), {"num_rows": num_rows, "width": width} | tile
+    return (triton.cdiv(num_rows, tile["ROWS"]), triton.cdiv(width, cols)), {
+        "num_rows": num_rows,
+        "width": width,
+    } | tile
 
 
 @triton.jit
-def _tile(num_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(num_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     return row[:, None], col[None, :], (row < num_rows)[:, None] & (col < width)[None, :]
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def _forward(
     gate, x, out, stride_gate, stride_x, num_rows, width, SILU: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     row, col, inside = _tile(num_rows, width, ROWS, COLS)
@@ -68,7 +74,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward(  # type: ignore[no-untyped-def]
+def _backward(
     grad, gate, x, grad_gate, grad_x, stride_grad, stride_gate, stride_x, num_rows, width,
     SILU: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip

@@ -47,9 +47,7 @@ def norm_rotate(x: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tenso
     return out
 
 
-def norm_rotate_reference(
-    x: Tensor, norm: Norm | None, cos: Tensor | None = None, sin: Tensor | None = None
-) -> Tensor:
+def norm_rotate_reference(x: Tensor, norm: Norm | None, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor:
     """What the kernels compute."""
     y = x.float()
     if norm is not None:

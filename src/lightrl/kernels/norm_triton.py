@@ -8,6 +8,9 @@ Backward, with `y = R(n w)`, `n = x r`, `r = 1 / sqrt(mean(x^2) + eps)`: turn th
 shares are added in a fixed order, so that results repeat bit by bit.
 """
 
+# Kernels are written in Triton's language, not in Python's types.
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 from typing import Any
@@ -68,7 +71,9 @@ def _shape(x: Tensor, weight: Tensor | None, cos: Tensor | None) -> dict[str, An
 
 
 @triton.jit
-def _tile(tile, num_rows, heads, stride_token, stride_head, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _tile(
+    tile, num_rows, heads, stride_token, stride_head, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
     """Of one tile: its tokens, where its rows start in the input and in a contiguous tensor, and what is inside."""
     row = tile * ROWS + tl.arange(0, ROWS)
     token = (row // heads).to(tl.int64)
@@ -78,14 +83,12 @@ def _tile(tile, num_rows, heads, stride_token, stride_head, WIDTH: tl.constexpr,
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def _forward(
     x, weight, cos, sin, out,
     num_rows, heads, stride_token, stride_head, eps, offset,
     WIDTH: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    token, start, place, inside = _tile(
-        tl.program_id(0), num_rows, heads, stride_token, stride_head, WIDTH, ROWS, COLS
-    )
+    token, start, place, inside = _tile(tl.program_id(0), num_rows, heads, stride_token, stride_head, WIDTH, ROWS, COLS)
     col = tl.arange(0, COLS)
     y = tl.load(x + start[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORM:
@@ -108,7 +111,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward(  # type: ignore[no-untyped-def]
+def _backward(
     grad, x, weight, cos, sin, grad_x, partial,
     num_rows, heads, stride_token, stride_head, eps, offset,
     WIDTH: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,

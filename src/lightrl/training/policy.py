@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightrl.config.schema import ModelConfig
 from lightrl.distributed import fsdp
 from lightrl.distributed.mesh import World
 from lightrl.kernels.logprob import linear_logprobs
-from lightrl.models import experts, gated_delta, load, registry
+from lightrl.models import gated_delta, load, recompute, registry
 from lightrl.models.attention import Segments
 from lightrl.models.names import StoredTensors, kept_names
 from lightrl.types import Microbatch
@@ -83,7 +84,7 @@ class Policy:
         )
         packed = registry.packs_exactly(hf_config) and registry.is_own_code(model)
         if packed:
-            registry.prepare_packed(model)
+            registry.prepare_packed(model, fuse=config.kernels == "auto" and fused_kernels_run(world.device))
             gated_delta.prepare_training(model, world.device, dtype)
         module = PolicyModule(model, packed=packed)
         if frozen:
@@ -94,7 +95,7 @@ class Policy:
             world.mesh,
             compute_dtype=dtype,
             activation_checkpointing=config.activation_checkpointing and not frozen,
-            recompute_contexts=experts.recompute_contexts,
+            recompute_contexts=partial(recompute.contexts, keep_attention=not config.recompute_attention),
         )
         module.to_empty(device=world.device)
         load.load_weights(model, source, trust_remote_code=config.trust_remote_code)
@@ -147,6 +148,11 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if native_bfloat16(device) else torch.float32
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def fused_kernels_run(device: torch.device) -> bool:
+    """Triton's: on a GPU, where torch brings it along (it does on Linux)."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def native_bfloat16(device: torch.device) -> bool:
