@@ -1,0 +1,207 @@
+"""On CUDA: fused norms, rotations and gates, and attention bodies, against float64 or float32; kept outputs."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from gpu.test_packed_gpu import build, relative_error
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from unit.test_packed_models import samples
+
+from lightrl.kernels import attention, gate, norm
+from lightrl.kernels.attention import CudnnBody, Flash4Body, FlashBody, Packing, attend, choose, dense_groups
+from lightrl.kernels.norm import Norm
+from lightrl.models import recompute, registry
+from lightrl.models.attention import Segments
+from lightrl.training.packing import TrainSample, pack
+from lightrl.training.policy import PolicyModule, to_device
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}  # one rounding
+
+
+def normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
+
+
+def held_to(found: Tensor, reference, inputs: list[Tensor], dtype: torch.dtype) -> None:
+    """`reference` of float64 copies of the inputs: values and gradients, relative to the tensor's norm."""
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = reference(*exact)
+    cotangent = torch.randn_like(expected).to(dtype)
+    grads = torch.autograd.grad(found, inputs, cotangent)
+    wanted = torch.autograd.grad(expected, exact, cotangent.double())
+    for ours, truth in zip((found, *grads), (expected, *wanted), strict=True):
+        assert ours.dtype == dtype
+        assert relative_error(ours.double(), truth) < TOLERANCE[dtype]
+
+
+def norm_in_float64(x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, offset: float) -> Tensor:
+    if weight is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (offset + weight)
+    if cos is None or sin is None:
+        return x
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, -1)
+    partner = torch.cat([-second, first], -1)
+    return torch.cat([turned * cos[:, None].double() + partner * sin[:, None].double(), rest], -1)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("tokens", "heads", "width", "rotary"), [
+    (1, 1, 64, 64), (63, 8, 128, 128), (257, 3, 256, 64), (4096, 16, 128, 128), (33, 2, 96, 48),
+    (1, 1, 1024, 0), (257, 1, 2560, 0), (4096, 1, 1024, 0), (63, 1, 7168, 0), (5, 1, 16384, 0),
+])  # fmt: skip
+def test_norm_and_rotation(tokens, heads, width, rotary, offset, dtype):
+    torch.manual_seed(0)
+    x = normal(tokens, heads, width, dtype=dtype, scale=3).requires_grad_()
+    weight = normal(width, dtype=dtype).requires_grad_()
+    cos, sin = (None, None)
+    if rotary:
+        angle = torch.randn(tokens, rotary, device=DEVICE)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        found = norm.norm_rotate(x, Norm(weight=weight, eps=1e-6, offset=offset), cos, sin)
+    else:
+        found = norm.rms_norm(x, Norm(weight=weight, eps=1e-6, offset=offset))
+    held_to(found, lambda a, w: norm_in_float64(a, w, cos, sin, offset), [x, weight], dtype)
+    outputs = (norm._NormRotate.apply(x, weight, cos, sin, 1e-6, offset) for _ in range(2))
+    (first,), (second,) = (torch.autograd.grad(y.float().square().sum(), [weight]) for y in outputs)
+    assert torch.equal(first, second)  # summed without atomics
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rotary", [32, 128])
+def test_rotation_of_queries_beside_their_gates(rotary, dtype):
+    torch.manual_seed(0)
+    both = normal(257, 4, 256, dtype=dtype).requires_grad_()
+    angle = torch.randn(257, rotary, device=DEVICE)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    found = norm.norm_rotate(both[..., :128], None, cos, sin)
+    held_to(found, lambda a: norm_in_float64(a[..., :128], None, cos, sin, 0.0), [both], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("shape", [(1, 1), (63, 3072), (257, 8, 128), (4096, 9728), (2, 2060)])
+def test_gated_product(shape, activation, dtype):
+    torch.manual_seed(0)
+    both = normal(*shape[:-1], 2 * shape[-1], dtype=dtype, scale=3).requires_grad_()
+    x = normal(*shape, dtype=dtype).requires_grad_()
+    activate = torch.nn.functional.silu if activation == "silu" else torch.sigmoid
+    found = gate.gated(both.chunk(2, -1)[1], x, activation)
+    held_to(found, lambda b, y: activate(b.chunk(2, -1)[1]) * y, [both, x], dtype)
+
+
+# ----- attention bodies
+
+
+def segments_of(lengths: list[int], prefixes: list[int] | None = None) -> Packing:
+    """Segments of these rows; `prefixes` are keys before each segment's own."""
+    keys = lengths if prefixes is None else [n + p for n, p in zip(lengths, prefixes, strict=True)]
+    borders = [torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device=DEVICE) for x in (lengths, keys)]
+    return Packing(*borders, max(lengths), max(keys), tuple(lengths) if prefixes is None else None)
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+    out, group = [], q.shape[1] // k.shape[1]
+    borders = list(zip(*(b.tolist() for b in (packing.cu_seqlens_q, packing.cu_seqlens_k)), strict=True))
+    for (start_q, start_k), (end_q, end_k) in pairwise(borders):
+        mine = (q[start_q:end_q], *(x[start_k:end_k].repeat_interleave(group, 1) for x in (k, v)))
+        a, b, c = (x.transpose(0, 1) for x in mine)
+        seen = torch.ones(a.shape[1], b.shape[1], dtype=torch.bool, device=DEVICE).tril(b.shape[1] - a.shape[1])
+        scores = (a @ b.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
+        out.append((scores.softmax(-1) @ c).transpose(0, 1))
+    return torch.cat(out)
+
+
+def check_body(body, packing: Packing, width: int = 128, heads: tuple[int, int] = (8, 2)) -> None:
+    torch.manual_seed(0)
+    rows, keys = int(packing.cu_seqlens_q[-1]), int(packing.cu_seqlens_k[-1])
+    q = normal(rows, heads[0], width, dtype=torch.bfloat16, scale=2).requires_grad_()
+    k, v = (normal(keys, heads[1], width, dtype=torch.bfloat16, scale=2).requires_grad_() for _ in range(2))
+    cotangent = normal(rows, heads[0], width, dtype=torch.bfloat16)
+    out = attend(q, k, v, body)
+    grads = torch.autograd.grad(out, (q, k, v), cotangent)
+    exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    truth = written_out(*exact, packing, 0.09)
+    wanted = torch.autograd.grad(truth, exact, cotangent.float())
+    for name, ours, expected in zip("oqkv", (out, *grads), (truth, *wanted), strict=True):
+        assert ours.is_contiguous()
+        assert relative_error(ours.float(), expected) < 1e-2, name
+
+
+@pytest.mark.parametrize("lengths", [[1], [63, 1, 257], [700] * 3, [2048]])
+def test_torchs_flash_body(lengths):
+    packing = segments_of(lengths)
+    check_body(FlashBody(packing, 0.09), packing)
+    shared = segments_of(lengths, [5, 70, 1][: len(lengths)])
+    check_body(FlashBody(shared, 0.09), shared)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4), (16, 8)])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("lengths", [[700] * 3, [2048], [513], [257, 1000, 1000, 64]])
+def test_cudnn_body(lengths, width, heads, monkeypatch):
+    if not attention._has_cudnn(DEVICE):
+        pytest.skip("no Hopper, or no cuDNN 9.1")
+    monkeypatch.setattr(attention, "SEPARATE_ROWS", 1)
+    packing = segments_of(lengths)
+    check_body(CudnnBody(dense_groups(lengths), 0.09), packing, width, heads)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("lengths", [[1], [63, 1, 257], [700] * 3, [2048]])
+def test_flash4_body(lengths, width):
+    if not attention.flash4_is_right(DEVICE, torch.bfloat16, width, 4):
+        pytest.skip("flash-attn-4 is not installed, or not right")
+    packing = segments_of(lengths)
+    check_body(Flash4Body(packing, 0.09), packing, width)
+    shared = segments_of(lengths, [5, 70, 1][: len(lengths)])
+    check_body(Flash4Body(shared, 0.09), shared, width)
+
+
+def test_long_rows_go_to_cudnn():
+    q, v = (normal(1, heads, 128, dtype=torch.bfloat16) for heads in (16, 8))
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no Hopper")
+    for lengths in ([16384], [2048] * 8, [5000, 9000]):
+        assert isinstance(choose(segments_of(lengths), q, v, 0.1, None, False), CudnnBody)
+
+
+# ----- whole models
+
+
+def test_kept_outputs_change_no_gradient():
+    """Blocks recomputed with attention's outputs kept, against all recomputed: same log-probs, same gradients."""
+    model = build("qwen3", 128).to(torch.bfloat16)
+    g = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 97, (600,), generator=g).tolist()
+    long = TrainSample(
+        group_index=0, index=0, prompt=ids[:40], response=ids[40:], loss_mask=[1] * 560, rollout_logprobs=None,
+        advantage=0.0,
+    )  # fmt: skip
+    for units in ([[long]], samples()):
+        results = [recomputed(copy.deepcopy(model), units, keep) for keep in (True, False)]
+        assert torch.equal(results[0][0], results[1][0])
+        for name, gradient in results[0][1].items():
+            assert relative_error(results[1][1][name], gradient) < 5e-3, name
+
+
+def recomputed(model: torch.nn.Module, units, keep: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    registry.prepare_packed(model, fuse=True)
+    for name, block in list(model.model.layers.named_children()):
+        context_fn = recompute.contexts(block, keep_attention=keep)
+        options = {} if context_fn is None else {"context_fn": context_fn}
+        wrapped = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
+        model.model.layers.register_module(name, wrapped)
+    batch = pack(units, [[1.0] * len(u) for u in units])
+    module = PolicyModule(model, packed=True)
+    logprobs, _ = module(to_device(batch, DEVICE), Segments.from_microbatch(batch, DEVICE), 1.0)
+    logprobs.sum().backward()
+    return logprobs.detach(), {n: p.grad.float() for n, p in model.named_parameters()}
