@@ -6,19 +6,19 @@ metrics. The peer is transformers' own model with `fully_shard` on each block, i
 kernel, cross entropy in chunks of 1,024 rows, torch's clipping and fused AdamW; rows of one length as a batch, without
 padding. Both: random weights, the same tokens, float32 masters, bfloat16 compute, in one process, in turns.
 
-MFU is model FLOPs over time and 989.4 TFLOP/s (H200, bfloat16 dense). Model FLOPs a token: 6 for each weight of a matrix
-product (blocks and head), and 6 x layers x heads x head size x row length for causal attention; what is recomputed does
-not count. `limit` is the rate at an MFU of 1. Peak memory is torch's, without what the other holds meanwhile.
+MFU is model FLOPs over time and 989.4 TFLOP/s (H200, bfloat16 dense). Model FLOPs a token: 6 for each weight of a
+matrix product (blocks and head), and 6 x layers x heads x head size x row length for causal attention; what is
+recomputed does not count. `limit` is the rate at an MFU of 1. Peak memory is torch's, without what the other holds.
 
 Where the time goes, by arithmetic, in ms of a step of Qwen3-0.6B on one row of 16,384, everything recomputed:
 
 | part | work | stock | ours |
 |---|---|---|---|
-| attention, 2 forward + 1 backward | 62 + 77 TFLOP, causal | 450, flash at 305 TFLOP/s | 245, cuDNN at 554; 195 where outputs are kept |
-| products in blocks, 2 forward + 2 | 58 TFLOP | 95, at 600 TFLOP/s | 90: the last of a block is not repeated |
-| norms, rotations, SwiGLU, sums | 28 x 4.2 GB stock, 0.9 GB fused, at 4.2 TB/s | 115 | 25 |
+| attention, 2 forward + 1 backward | 62 + 77 TFLOP, causal | 450, flash | 245, cuDNN; 195 with outputs kept |
+| products in blocks, 2 forward + 2 | 58 TFLOP at 600 TFLOP/s | 95 | 90: the last of a block is not repeated |
+| norms, rotations, SwiGLU, sums | 28 layers x 18 GB, fused 4 GB | 115 | 25 |
 | head | 15 TFLOP, and logits read | 100 | 45 to 60 |
-| optimizer and FSDP's copies | 30 GB | 8, and 25 to 50 on the host | 8 |
+| optimizer, FSDP's copies | 30 GB | 8, and 25 to 50 on the host | 8 |
 
 The longer the row, the more attention is: first its kernel, then not to do it twice. At 8 rows of 2,048 it is an eighth
 of that, and what lies between products comes first.
@@ -217,9 +217,7 @@ class Ours(Trained):
         from lightrl.training.optim import build_optimizer, build_schedule
         from lightrl.training.policy import Policy
 
-        settings = ModelConfig(
-            activation_checkpointing=True, recompute_attention=recompute_attention, kernels=kernels
-        )
+        settings = ModelConfig(activation_checkpointing=True, recompute_attention=recompute_attention, kernels=kernels)
         self.policy = Policy.without_weights(settings, config, world, source=Path("."))
         self.module = self.policy.module
         self.fill()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from itertools import pairwise
+from itertools import accumulate
 
 import pytest
 import torch
@@ -13,7 +13,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from unit.test_packed_models import samples
 
 from lightrl.kernels import attention, gate, norm
-from lightrl.kernels.attention import CudnnBody, Flash4Body, FlashBody, Packing, attend, choose, dense_groups
+from lightrl.kernels.attention import attend, choose
+from lightrl.kernels.attention_dense import CudnnBody, Dense
+from lightrl.kernels.attention_flash import Flash4Body, FlashBody, Packing, Span
 from lightrl.kernels.norm import Norm
 from lightrl.models import recompute, registry
 from lightrl.models.attention import Segments
@@ -38,7 +40,7 @@ def held_to(found: Tensor, reference, inputs: list[Tensor], dtype: torch.dtype) 
     wanted = torch.autograd.grad(expected, exact, cotangent.double())
     for ours, truth in zip((found, *grads), (expected, *wanted), strict=True):
         assert ours.dtype == dtype
-        assert relative_error(ours.double(), truth) < TOLERANCE[dtype]
+        assert relative_error(ours.detach().double(), truth.detach()) < TOLERANCE[dtype]
 
 
 def norm_in_float64(x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, offset: float) -> Tensor:
@@ -101,18 +103,18 @@ def test_gated_product(shape, activation, dtype):
 # ----- attention bodies
 
 
-def segments_of(lengths: list[int], prefixes: list[int] | None = None) -> Packing:
-    """Segments of these rows; `prefixes` are keys before each segment's own."""
-    keys = lengths if prefixes is None else [n + p for n, p in zip(lengths, prefixes, strict=True)]
-    borders = [torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device=DEVICE) for x in (lengths, keys)]
-    return Packing(*borders, max(lengths), max(keys), tuple(lengths) if prefixes is None else None)
+def packed(lengths: list[int], prefixes: list[int | None] | None = None) -> Packing:
+    """Segments of these rows one after the other; `prefixes` names the segment that is before each one's own rows."""
+    starts = list(accumulate(lengths, initial=0))
+    before = [None if p is None else (starts[p], starts[p + 1]) for p in prefixes or [None] * len(lengths)]
+    return Packing.of(tuple(map(Span, starts, starts[1:], before)), DEVICE)
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
     out, group = [], q.shape[1] // k.shape[1]
-    borders = list(zip(*(b.tolist() for b in (packing.cu_seqlens_q, packing.cu_seqlens_k)), strict=True))
-    for (start_q, start_k), (end_q, end_k) in pairwise(borders):
-        mine = (q[start_q:end_q], *(x[start_k:end_k].repeat_interleave(group, 1) for x in (k, v)))
+    for span in packing.spans:
+        keys = [*range(*(span.prefix or (0, 0))), *range(span.start, span.end)]
+        mine = (q[span.start : span.end], *(x[keys].repeat_interleave(group, 1) for x in (k, v)))
         a, b, c = (x.transpose(0, 1) for x in mine)
         seen = torch.ones(a.shape[1], b.shape[1], dtype=torch.bool, device=DEVICE).tril(b.shape[1] - a.shape[1])
         scores = (a @ b.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
@@ -122,9 +124,9 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float)
 
 def check_body(body, packing: Packing, width: int = 128, heads: tuple[int, int] = (8, 2)) -> None:
     torch.manual_seed(0)
-    rows, keys = int(packing.cu_seqlens_q[-1]), int(packing.cu_seqlens_k[-1])
+    rows = packing.spans[-1].end
     q = normal(rows, heads[0], width, dtype=torch.bfloat16, scale=2).requires_grad_()
-    k, v = (normal(keys, heads[1], width, dtype=torch.bfloat16, scale=2).requires_grad_() for _ in range(2))
+    k, v = (normal(rows, heads[1], width, dtype=torch.bfloat16, scale=2).requires_grad_() for _ in range(2))
     cotangent = normal(rows, heads[0], width, dtype=torch.bfloat16)
     out = attend(q, k, v, body)
     grads = torch.autograd.grad(out, (q, k, v), cotangent)
@@ -133,45 +135,57 @@ def check_body(body, packing: Packing, width: int = 128, heads: tuple[int, int] 
     wanted = torch.autograd.grad(truth, exact, cotangent.float())
     for name, ours, expected in zip("oqkv", (out, *grads), (truth, *wanted), strict=True):
         assert ours.is_contiguous()
-        assert relative_error(ours.float(), expected) < 1e-2, name
+        assert relative_error(ours.detach().float(), expected.detach()) < 1e-2, name
 
 
-@pytest.mark.parametrize("lengths", [[1], [63, 1, 257], [700] * 3, [2048]])
-def test_torchs_flash_body(lengths):
-    packing = segments_of(lengths)
+VARLEN = [([1], None), ([63, 1, 257], None), ([700] * 3, None), ([2048], None), ([70, 1, 257, 5], [None, 0, 0, None])]
+DENSE = [([700] * 3, None), ([2048], None), ([513], None), ([257, 1000, 1000, 64], None)]
+DENSE += [([70, 300, 300, 257, 1, 90, 5, 200], [None, 0, 0, 0, 0, None, 5, 5])]
+
+
+@pytest.mark.parametrize(("lengths", "prefixes"), VARLEN)
+def test_torchs_flash_body(lengths, prefixes):
+    packing = packed(lengths, prefixes)
     check_body(FlashBody(packing, 0.09), packing)
-    shared = segments_of(lengths, [5, 70, 1][: len(lengths)])
-    check_body(FlashBody(shared, 0.09), shared)
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4), (16, 8)])
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("lengths", [[700] * 3, [2048], [513], [257, 1000, 1000, 64]])
-def test_cudnn_body(lengths, width, heads, monkeypatch):
-    if not attention._has_cudnn(DEVICE):
+@pytest.mark.parametrize(("lengths", "prefixes"), DENSE)
+def test_cudnn_body(lengths, prefixes, width, heads):
+    packing = packed(lengths, prefixes)
+    if not attention.cudnn_runs(normal(1, 2, width, dtype=torch.bfloat16)):
         pytest.skip("no Hopper, or no cuDNN 9.1")
-    monkeypatch.setattr(attention, "SEPARATE_ROWS", 1)
-    packing = segments_of(lengths)
-    check_body(CudnnBody(dense_groups(lengths), 0.09), packing, width, heads)
+    dense = Dense.plan(packing.spans, DEVICE, separate=100)
+    assert dense is not None
+    check_body(CudnnBody(dense, 0.09), packing, width, heads)
 
 
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("lengths", [[1], [63, 1, 257], [700] * 3, [2048]])
-def test_flash4_body(lengths, width):
-    if not attention.flash4_is_right(DEVICE, torch.bfloat16, width, 4):
-        pytest.skip("flash-attn-4 is not installed, or not right")
-    packing = segments_of(lengths)
+@pytest.mark.parametrize(("lengths", "prefixes"), VARLEN)
+def test_flash4_body(lengths, prefixes, width):
+    if not attention.flash4_runs(normal(1, 2, width, dtype=torch.bfloat16)):
+        pytest.skip("flash-attn-4 is not installed, or no Hopper")
+    packing = packed(lengths, prefixes)
     check_body(Flash4Body(packing, 0.09), packing, width)
-    shared = segments_of(lengths, [5, 70, 1][: len(lengths)])
-    check_body(Flash4Body(shared, 0.09), shared, width)
+
+
+@pytest.mark.parametrize("kind", [CudnnBody, Flash4Body])
+@pytest.mark.parametrize(("width", "group"), [(64, 2), (128, 1), (128, 2), (128, 4)])
+def test_bodies_that_run_are_right(kind, width, group):
+    """What is looked at before a run trusts them; a warning would say why not."""
+    runs = attention.cudnn_runs if kind is CudnnBody else attention.flash4_runs
+    if not runs(normal(1, 2, width, dtype=torch.bfloat16)):
+        pytest.skip("not on this card, or not installed")
+    assert attention.is_right(kind.checked, DEVICE, torch.bfloat16, width, group)
 
 
 def test_long_rows_go_to_cudnn():
     q, v = (normal(1, heads, 128, dtype=torch.bfloat16) for heads in (16, 8))
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("no Hopper")
-    for lengths in ([16384], [2048] * 8, [5000, 9000]):
-        assert isinstance(choose(segments_of(lengths), q, v, 0.1, None, False), CudnnBody)
+    if not attention.cudnn_runs(q):
+        pytest.skip("no Hopper, or no cuDNN 9.1")
+    for lengths, prefixes in (([16384], None), ([2048] * 8, None), ([200, 5000, 9000], [None, 0, 0])):
+        assert isinstance(choose(packed(lengths, prefixes), q, v, 0.1, None, False), CudnnBody)
 
 
 # ----- whole models

@@ -7,6 +7,7 @@ in float32, one sample at a time.
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from unit.test_packed_models import COMMON, SPECIAL, samples
 
 from lightrl.kernels import attention
+from lightrl.kernels.attention_dense import Dense
 from lightrl.kernels.logprob import linear_logits, linear_logprobs
 from lightrl.models import attention as packed
 from lightrl.models import registry
@@ -110,15 +112,14 @@ def test_bfloat16_errs_no_more_than_stock(family: str, head_dim: int, fuse: bool
 
 @pytest.mark.parametrize("body", ["cudnn", "flash4", "flash"])
 def test_bfloat16_with_each_attention_kernel(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN takes all samples packed alone here, whatever their lengths."""
-    if body == "cudnn" and not attention._has_cudnn(torch.device("cuda")):
-        pytest.skip("no Hopper, or no cuDNN 9.1")
-    if body == "flash4" and not attention.flash4_is_right(torch.device("cuda"), torch.bfloat16, 64, 2):
-        pytest.skip("flash-attn-4 is not installed, or not right")
-    monkeypatch.setattr(attention, "UNIFORM_ROWS", 2 if body == "cudnn" else 1 << 30)
-    monkeypatch.setattr(attention, "SEPARATE_ROWS", 2 if body == "cudnn" else 1 << 30)
-    if body != "flash4":
-        monkeypatch.setattr(attention, "flash4_is_right", lambda *_: False)
+    """cuDNN takes far shorter segments here than it would."""
+    runs = {"cudnn": attention.cudnn_runs, "flash4": attention.flash4_runs}
+    if body in runs and not runs[body](torch.zeros(1, 4, 64, device="cuda", dtype=torch.bfloat16)):
+        pytest.skip("no Hopper, no cuDNN 9.1, or no flash-attn-4")
+    separate = 30 if body == "cudnn" else 1 << 30  # of prompts and answers alone and with prefixes, some each
+    monkeypatch.setattr(Dense, "plan", partial(Dense.plan, separate=separate, uniform=separate))
+    for name in {"cudnn_runs", "flash4_runs"} - {f"{body}_runs"}:
+        monkeypatch.setattr(attention, name, lambda q: False)
     used, plain = set(), attention.choose
     monkeypatch.setattr(packed, "choose", lambda *a: used.add(type(made := plain(*a)).__name__.lower()) or made)
     bfloat16_against_stock("qwen3", 64, True)

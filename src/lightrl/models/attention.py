@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrl.kernels.attention import Packing, attend, choose
+from lightrl.kernels.attention import attend, choose
+from lightrl.kernels.attention_flash import Packing, Span
 from lightrl.kernels.gated_delta import Chains
 
 if TYPE_CHECKING:
@@ -65,10 +66,9 @@ class Segments:
     @cached_property
     def packing(self) -> Packing:
         """The same for kernels that know segments."""
-        lengths = None
-        if self.kv_index is None:
-            lengths = tuple(end - start for block in self.blocks for start, end, _ in block.segments)
-        return Packing(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k, lengths)
+        spans = [_span(block, *segment) for block in self.blocks for segment in block.segments]
+        borders = (self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k)
+        return Packing(*borders, self.kv_index, tuple(spans))
 
     @cached_property
     def chains(self) -> Chains:
@@ -106,6 +106,15 @@ class _Block:
                 mask[first - self.start : end - self.start, keys] = allowed
             self._masks[window] = mask.to(self.device)
         return self._masks[window]
+
+
+def _span(block: _Block, first: int, end: int, keys: Tensor) -> Span:
+    """A segment of a block as kernels take it: what is before its own rows among its keys is one run of rows."""
+    before = keys.numel() - (end - first)
+    start = block.start + int(keys[0])
+    if before and int(keys[before - 1]) + 1 != int(keys[0]) + before:
+        raise ValueError(f"the keys of rows {first} to {end} are no run of rows before their own")
+    return Span(first, end, (start, start + before) if before else None)
 
 
 def _blocks(batch: Microbatch, device: torch.device) -> list[_Block]:
@@ -180,8 +189,6 @@ def _by_kernel(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, segments: Seg
     value_dim = v.shape[-1]
     width = -(-max(q.shape[-1], value_dim) // 8) * 8  # kernels want one width for all three, in steps of 8
     q, k, v = (_widened(x[0].transpose(0, 1), width) for x in (q, k, v))  # [T, heads, width]
-    if segments.kv_index is not None:
-        k, v = k.index_select(0, segments.kv_index), v.index_select(0, segments.kv_index)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     body = choose(segments.packing, q, v, rule.scale, rule.window, rule.sinks is not None)
     out = attend(q, k, v, body, rule.sinks, getattr(module, OUTPUTS, None))

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightrl.kernels.attention import Saved
+from lightrl.kernels.attention_flash import Saved
 from lightrl.models import attention, experts
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
