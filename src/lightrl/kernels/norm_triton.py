@@ -1,7 +1,7 @@
 """Triton kernels of `norm.py`: tiles of whole rows, a row being one head of one token.
 
-A rotation needs each column's partner half a rotation away. It is loaded a second time, from the cache, which is
-simpler than cutting the tile, and works for any share of the columns.
+A row is held in up to three parts, so that the two columns of a rotation meet without a shuffle: the first and the
+second half of what is rotated, and the rest.
 
 Backward, with `y = R(n w)`, `n = x r`, `r = 1 / sqrt(mean(x^2) + eps)`: turn the gradient back, `dn = w dy`,
 `dx = r (dn - n mean(n dn))`, `dw = sum over rows of n dy`. Each program adds up its rows' share of `dw` in float32; the
@@ -54,6 +54,7 @@ def backward(
 
 def _shape(x: Tensor, weight: Tensor | None, cos: Tensor | None) -> dict[str, Any]:
     tokens, heads, width = x.shape
+    half = 0 if cos is None else cos.shape[-1] // 2
     cols = triton.next_power_of_2(width)
     rows = max(1, _TILE // cols)
     return {
@@ -61,83 +62,127 @@ def _shape(x: Tensor, weight: Tensor | None, cos: Tensor | None) -> dict[str, An
         "heads": heads,
         "stride_token": x.stride(0),
         "stride_head": x.stride(1),
-        "WIDTH": width,
-        "ROTARY": 0 if cos is None else cos.shape[-1],
+        "HALF": half,
+        "REST": width - 2 * half,
         "NORM": weight is not None,
         "ROWS": rows,
-        "COLS": cols,
+        "HALF_COLS": triton.next_power_of_2(max(1, half)),
+        "REST_COLS": triton.next_power_of_2(max(1, width - 2 * half)),
         "num_warps": min(16, max(4, rows * cols // 512)),
     }
 
 
 @triton.jit
-def _tile(
-    tile, num_rows, heads, stride_token, stride_head, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """Of one tile: its tokens, where its rows start in the input and in a contiguous tensor, and what is inside."""
+def _places(tile, num_rows, heads, stride_token, stride_head, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Of a tile's rows [ROWS, 1]: the token, where they start in the input and in a contiguous tensor, which exist."""
     row = tile * ROWS + tl.arange(0, ROWS)
     token = (row // heads).to(tl.int64)
     start = token * stride_token + (row % heads).to(tl.int64) * stride_head
-    inside = (row < num_rows)[:, None] & (tl.arange(0, COLS) < WIDTH)[None, :]
-    return token, start, row.to(tl.int64) * WIDTH, inside
+    return token[:, None], start[:, None], (row.to(tl.int64) * WIDTH)[:, None], (row < num_rows)[:, None]
+
+
+@triton.jit
+def _float32(pointers, mask):
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _forward(
     x, weight, cos, sin, out,
     num_rows, heads, stride_token, stride_head, eps, offset,
-    WIDTH: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr,
+    ROWS: tl.constexpr, HALF_COLS: tl.constexpr, REST_COLS: tl.constexpr,
 ):  # fmt: skip
-    token, start, place, inside = _tile(tl.program_id(0), num_rows, heads, stride_token, stride_head, WIDTH, ROWS, COLS)
-    col = tl.arange(0, COLS)
-    y = tl.load(x + start[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    WIDTH: tl.constexpr = 2 * HALF + REST
+    i, j = tl.arange(0, HALF_COLS)[None, :], 2 * HALF + tl.arange(0, REST_COLS)[None, :]
+    token, start, place, rows = _places(tl.program_id(0), num_rows, heads, stride_token, stride_head, WIDTH, ROWS)
+    turned, rest = rows & (i < HALF), rows & (j < WIDTH)
+    squares = tl.zeros((ROWS, 1), tl.float32)
+    if HALF > 0:
+        a = _float32(x + start + i, turned)
+        b = _float32(x + start + HALF + i, turned)
+        squares += tl.sum(a * a + b * b, axis=1, keep_dims=True)
+    if REST > 0:
+        c = _float32(x + start + j, rest)
+        squares += tl.sum(c * c, axis=1, keep_dims=True)
     if NORM:
-        scale = tl.rsqrt(tl.sum(y * y, axis=1) / WIDTH + eps)
-        y *= scale[:, None]
-        y *= tl.load(weight + col, mask=col < WIDTH, other=0.0).to(tl.float32)[None, :] + offset
-    if ROTARY > 0:
-        half: tl.constexpr = ROTARY // 2
-        partner = tl.where(col < half, col + half, tl.where(col < ROTARY, col - half, col))
-        turned = inside & (col < ROTARY)[None, :]
-        z = tl.load(x + start[:, None] + partner[None, :], mask=turned, other=0.0).to(tl.float32)
-        if NORM:
-            z *= scale[:, None]
-            z *= tl.load(weight + partner, mask=col < ROTARY, other=0.0).to(tl.float32)[None, :] + offset
-        angle = token[:, None] * ROTARY + col[None, :]
-        c = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
-        s = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
-        y = y * c + tl.where(col < half, -1.0, 1.0)[None, :] * z * s
-    tl.store(out + place[:, None] + col[None, :], y.to(out.dtype.element_ty), mask=inside)
+        scale = tl.rsqrt(squares / WIDTH + eps)
+        if HALF > 0:
+            a *= scale * (_float32(weight + i, i < HALF) + offset)
+            b *= scale * (_float32(weight + HALF + i, i < HALF) + offset)
+        if REST > 0:
+            c *= scale * (_float32(weight + j, j < WIDTH) + offset)
+    if HALF > 0:
+        angle = token * (2 * HALF) + i
+        first = a * _float32(cos + angle, turned) - b * _float32(sin + angle, turned)
+        second = b * _float32(cos + angle + HALF, turned) + a * _float32(sin + angle + HALF, turned)
+        tl.store(out + place + i, first.to(out.dtype.element_ty), mask=turned)
+        tl.store(out + place + HALF + i, second.to(out.dtype.element_ty), mask=turned)
+    if REST > 0:
+        tl.store(out + place + j, c.to(out.dtype.element_ty), mask=rest)
 
 
 @triton.jit
 def _backward(
     grad, x, weight, cos, sin, grad_x, partial,
     num_rows, heads, stride_token, stride_head, eps, offset,
-    WIDTH: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr,
+    ROWS: tl.constexpr, HALF_COLS: tl.constexpr, REST_COLS: tl.constexpr,
 ):  # fmt: skip
-    col = tl.arange(0, COLS)
-    half: tl.constexpr = ROTARY // 2
-    partner = tl.where(col < half, col + half, tl.where(col < ROTARY, col - half, col))
+    WIDTH: tl.constexpr = 2 * HALF + REST
+    i, j = tl.arange(0, HALF_COLS)[None, :], 2 * HALF + tl.arange(0, REST_COLS)[None, :]
     if NORM:
-        w = tl.load(weight + col, mask=col < WIDTH, other=0.0).to(tl.float32) + offset
-        grad_w = tl.zeros((COLS,), tl.float32)
+        w_a, w_b = _float32(weight + i, i < HALF) + offset, _float32(weight + HALF + i, i < HALF) + offset
+        w_c = _float32(weight + j, j < WIDTH) + offset
+        sum_a, sum_b = tl.zeros((ROWS, HALF_COLS), tl.float32), tl.zeros((ROWS, HALF_COLS), tl.float32)
+        sum_c = tl.zeros((ROWS, REST_COLS), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
-        token, start, place, inside = _tile(tile, num_rows, heads, stride_token, stride_head, WIDTH, ROWS, COLS)
-        dy = tl.load(grad + place[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        if ROTARY > 0:  # the transposed rotation
-            turned = inside & (col < ROTARY)[None, :]
-            dz = tl.load(grad + place[:, None] + partner[None, :], mask=turned, other=0.0).to(tl.float32)
-            c = tl.load(cos + token[:, None] * ROTARY + col[None, :], mask=turned, other=1.0).to(tl.float32)
-            s = tl.load(sin + token[:, None] * ROTARY + partner[None, :], mask=turned, other=0.0).to(tl.float32)
-            dy = dy * c + tl.where(col < half, 1.0, -1.0)[None, :] * dz * s
+        token, start, place, rows = _places(tile, num_rows, heads, stride_token, stride_head, WIDTH, ROWS)
+        turned, rest = rows & (i < HALF), rows & (j < WIDTH)
+        squares, product = tl.zeros((ROWS, 1), tl.float32), tl.zeros((ROWS, 1), tl.float32)
+        if HALF > 0:  # the transposed rotation
+            angle = token * (2 * HALF) + i
+            g_a, g_b = _float32(grad + place + i, turned), _float32(grad + place + HALF + i, turned)
+            a = g_a * _float32(cos + angle, turned) + g_b * _float32(sin + angle + HALF, turned)
+            b = g_b * _float32(cos + angle + HALF, turned) - g_a * _float32(sin + angle, turned)
+        if REST > 0:
+            c = _float32(grad + place + j, rest)
         if NORM:
-            n = tl.load(x + start[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(n * n, axis=1) / WIDTH + eps)
-            n *= scale[:, None]
-            grad_w += tl.sum(dy * n, axis=0)
-            dn = dy * w[None, :]
-            dy = (dn - n * (tl.sum(dn * n, axis=1) / WIDTH)[:, None]) * scale[:, None]
-        tl.store(grad_x + place[:, None] + col[None, :], dy.to(grad_x.dtype.element_ty), mask=inside)
+            if HALF > 0:
+                n_a, n_b = _float32(x + start + i, turned), _float32(x + start + HALF + i, turned)
+                squares += tl.sum(n_a * n_a + n_b * n_b, axis=1, keep_dims=True)
+            if REST > 0:
+                n_c = _float32(x + start + j, rest)
+                squares += tl.sum(n_c * n_c, axis=1, keep_dims=True)
+            scale = tl.rsqrt(squares / WIDTH + eps)
+            if HALF > 0:
+                n_a *= scale
+                n_b *= scale
+                sum_a += a * n_a
+                sum_b += b * n_b
+                a *= w_a
+                b *= w_b
+                product += tl.sum(a * n_a + b * n_b, axis=1, keep_dims=True)
+            if REST > 0:
+                n_c *= scale
+                sum_c += c * n_c
+                c *= w_c
+                product += tl.sum(c * n_c, axis=1, keep_dims=True)
+            product /= WIDTH
+            if HALF > 0:
+                a = (a - n_a * product) * scale
+                b = (b - n_b * product) * scale
+            if REST > 0:
+                c = (c - n_c * product) * scale
+        if HALF > 0:
+            tl.store(grad_x + place + i, a.to(grad_x.dtype.element_ty), mask=turned)
+            tl.store(grad_x + place + HALF + i, b.to(grad_x.dtype.element_ty), mask=turned)
+        if REST > 0:
+            tl.store(grad_x + place + j, c.to(grad_x.dtype.element_ty), mask=rest)
     if NORM:
-        tl.store(partial + tl.program_id(0) * WIDTH + col, grad_w, mask=col < WIDTH)
+        mine = partial + tl.program_id(0) * WIDTH
+        if HALF > 0:
+            tl.store(mine + i, tl.sum(sum_a, axis=0, keep_dims=True), mask=i < HALF)
+            tl.store(mine + HALF + i, tl.sum(sum_b, axis=0, keep_dims=True), mask=i < HALF)
+        if REST > 0:
+            tl.store(mine + j, tl.sum(sum_c, axis=0, keep_dims=True), mask=j < WIDTH)
