@@ -77,14 +77,14 @@ def measure(case: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     packed, lengths = qkv(len(batch.input_ids)), [len(s.prompt) + len(s.response) - 1 for u in units for s in u]
     module = torch.nn.Module()
     bodies = [
-        Body("ours", packed, lambda q, k, v: packed_attention(module, q, k, v, None, segments=segments)[0]),
+        Body("ours", packed, lambda q, k, v: [packed_attention(module, q, k, v, None, segments=segments)[0]]),
         Body(SDPA, packed if segments.kv_index is None else qkv(sum(lengths)), sdpa_loop(lengths)),
     ]
     note = "SDPA by block"
     if device.type == "cuda":
         plain = FlashBody(segments.packing, width**-0.5)
 
-        bodies.append(Body(VARLEN, packed, lambda *x: attend(*(y[0].transpose(0, 1) for y in x), plain)))
+        bodies.append(Body(VARLEN, packed, lambda *x: [attend(*(y[0].transpose(0, 1) for y in x), plain)]))
         q, _, v = (x[0].transpose(0, 1) for x in packed)
         note = type(choose(segments.packing, q, v, 1.0, None, False)).__name__
     flops = 4 * heads * width * pairs(batch)
@@ -102,7 +102,8 @@ def measure(case: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 class Body:
     name: str
     inputs: list[Any]
-    call: Callable[..., Any]
+    call: Callable[..., list[Any]]
+    """Outputs, which together are those of all rows."""
 
 
 def samples(case: str, rows: int) -> list[list[Any]]:
@@ -150,16 +151,16 @@ def sdpa_loop(lengths: list[int]) -> Callable[..., Any]:
 
     runs = [(length, len(list(run))) for length, run in groupby(lengths)]
 
-    def call(q: Any, k: Any, v: Any) -> Any:
+    def call(q: Any, k: Any, v: Any) -> list[Any]:
         start, results = 0, []
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if q.is_cuda else nullcontext():
             for length, count in runs:
                 rows = slice(start, start + length * count)
                 mine = (x[0, :, rows].unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))
                 attention = torch.nn.functional.scaled_dot_product_attention
-                results.append(attention(*mine, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).flatten())
+                results.append(attention(*mine, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]))
                 start = rows.stop
-        return torch.cat(results)
+        return results
 
     return call
 
@@ -168,7 +169,7 @@ def directions(bodies: list[Body], flops: float, repeats: int) -> dict[str, dict
     """TFLOP/s of each, in turns."""
     import torch
 
-    cotangents = {body.name: torch.randn_like(body.call(*body.inputs).detach()) for body in bodies}
+    cotangents = {body.name: [torch.randn_like(x) for x in body.call(*body.inputs)] for body in bodies}
 
     def both(body: Body) -> None:
         torch.autograd.grad(body.call(*body.inputs), body.inputs, cotangents[body.name])
