@@ -1,5 +1,5 @@
-"""Tokens a second and GPU of one update (forward, backward, clipping, AdamW), every block recomputed, ours beside
-transformers under FSDP2.
+"""Tokens a second and GPU of one update (forward, backward, clipping, AdamW), blocks recomputed for their backward
+pass (`--variants`), ours beside transformers under FSDP2.
 
 Ours is `training/update.py` on a policy made as in a run: log-probs and entropies of all tokens, the policy loss, its
 metrics; with advantages of 1 its gradient is that of the mean cross entropy. The peer computes that one with
@@ -55,7 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = weight_sync.SHAPES | {
 }
 GOALS = {("Qwen3-0.6B", 1): 2.0, ("Qwen3-4B", 1): 1.7, ("Qwen3-0.6B", 8): 1.7, ("Qwen3-4B", 8): 1.7}
 PEAK = 989.4e12
-VARIANTS = {"kept": "attention kept", "all": "all recomputed"}
+VARIANTS = {"kept": "attention kept", "all": "all recomputed", "none": "nothing recomputed"}  # in ours
 PEER = "transformers, FSDP2, SDPA flash"
 CHUNK = 1024  # rows of the peer's logits at a time
 
@@ -135,7 +135,7 @@ def measure(options: dict[str, Any], out: Path) -> None:
     peer = Peer(config, world)
     cases = []
     for variant in options["variants"].split(","):
-        ours = Ours(config, world, recompute_attention=variant == "all", kernels=options["kernels"])
+        ours = Ours(config, world, variant=variant, kernels=options["kernels"])
         for rows in options["rows"].split(","):
             length, count = map(int, rows.split("x"))
             g = torch.Generator().manual_seed(world.rank)
@@ -212,7 +212,7 @@ class Trained:
 
 
 class Ours(Trained):
-    def __init__(self, config: Any, world: Any, *, recompute_attention: bool, kernels: Any) -> None:
+    def __init__(self, config: Any, world: Any, *, variant: str, kernels: Any = "auto") -> None:
         from lightrl.config.schema import ModelConfig, OptimConfig
         from lightrl.models import load
         from lightrl.training.optim import build_optimizer, build_schedule
@@ -220,7 +220,10 @@ class Ours(Trained):
 
         dtype: Any = "bfloat16" if world.device.type == "cuda" else "float32"
         settings = ModelConfig(
-            compute_dtype=dtype, activation_checkpointing=True, recompute_attention=recompute_attention, kernels=kernels
+            compute_dtype=dtype,
+            activation_checkpointing=variant != "none",
+            recompute_attention=variant == "all",
+            kernels=kernels,
         )
         self.policy = Policy.without_weights(settings, config, world, source=Path("."))
         self.module = self.policy.module

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from unit.test_packed_models import tiny_config
 
 from lightrl.kernels import gate, norm
 from lightrl.kernels.norm import Norm
+from lightrl.models import fused, registry
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
@@ -97,3 +102,29 @@ def test_no_rows():
     out.sum().backward()
     assert out.shape == x.grad.shape == x.shape
     assert not weight.grad.any()
+
+
+def test_a_cpu_keeps_the_models_own_code():
+    from lightrl.config.schema import ModelConfig
+    from lightrl.distributed.mesh import init_world
+    from lightrl.training.policy import Policy, fused_kernels_run
+
+    policy = Policy.without_weights(ModelConfig(), tiny_config("qwen3"), init_world("cpu"), source=Path("."))
+    assert not any("forward" in vars(m) for m in policy.model.modules())
+    assert not fused_kernels_run(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", sorted(registry.FAMILIES))
+def test_what_is_exchanged(family):
+    """On the instance alone; not the norms with a gate, and attention only where the family says so."""
+    model, other = (AutoModelForCausalLM.from_config(tiny_config(family)) for _ in range(2))
+    registry.prepare_packed(other)
+    registry.prepare_packed(model, fuse=True)
+    ours = {
+        type(m).__name__ for m in model.modules() if getattr(vars(m).get("forward"), "__module__", "") == fused.__name__
+    }
+    assert not any(getattr(vars(m).get("forward"), "__module__", "") == fused.__name__ for m in other.modules())
+    assert any(name.endswith("RMSNorm") for name in ours)
+    assert not any(name.endswith("Gated") for name in ours)
+    assert any(name.endswith("MLP") for name in ours) == (family not in ("phi3", "gpt_oss", "qwen3_moe"))
+    assert any(name.endswith("Attention") for name in ours) == registry.FAMILIES[family].fused.attention
