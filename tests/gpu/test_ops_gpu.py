@@ -25,7 +25,7 @@ from lightrl.training.policy import PolicyModule, to_device
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}  # one rounding
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 4e-3}  # one rounding
 
 
 def normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

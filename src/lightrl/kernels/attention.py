@@ -9,7 +9,7 @@ forward with backward:
 
 | rows | body | TFLOP/s |
 |---|---|---|
-| segments of one length (one among them), and those of 4,096 rows and more | cuDNN, a call a length | 629 / 554 |
+| segments of one length (one among them), and those of 2,048 rows and more | cuDNN, a call a length | 629 / 554 |
 | others | flash-attn-4, where it is installed | 422 / 335 |
 | others | torch's variable-length FlashAttention-2 | 213 / 182 |
 
