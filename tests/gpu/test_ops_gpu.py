@@ -171,14 +171,14 @@ def test_flash4_body(lengths, prefixes, width):
     check_body(Flash4Body(packing, 0.09), packing, width)
 
 
-@pytest.mark.parametrize("kind", [CudnnBody, Flash4Body])
+@pytest.mark.parametrize("check", [CudnnBody.checked, CudnnBody.checked_with_prefix, Flash4Body.checked])
 @pytest.mark.parametrize(("width", "group"), [(64, 2), (128, 1), (128, 2), (128, 4)])
-def test_bodies_that_run_are_right(kind, width, group):
+def test_bodies_that_run_are_right(check, width, group):
     """What is looked at before a run trusts them; a warning would say why not."""
-    runs = attention.cudnn_runs if kind is CudnnBody else attention.flash4_runs
+    runs = attention.flash4_runs if check is Flash4Body.checked else attention.cudnn_runs
     if not runs(normal(1, 2, width, dtype=torch.bfloat16)):
         pytest.skip("not on this card, or not installed")
-    assert attention.is_right(kind.checked, DEVICE, torch.bfloat16, width, group)
+    assert attention.is_right(check, DEVICE, torch.bfloat16, width, group)
 
 
 def test_long_rows_go_to_cudnn():

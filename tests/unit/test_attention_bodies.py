@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import log
 
 import pytest
 import torch
@@ -246,8 +247,9 @@ def test_bodies_equal_a_loop_over_segments(of, groups, stand_ins):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("fault", [None, "value", "gradient", "error"])
-def test_a_body_is_looked_at_before_it_is_used(fault, stand_ins, monkeypatch, caplog):
+@pytest.mark.parametrize("check", [CudnnBody.checked, CudnnBody.checked_with_prefix])
+@pytest.mark.parametrize("fault", [None, "value", "gradient", "error", "log-sum-exp"])
+def test_a_body_is_looked_at_before_it_is_used(fault, check, stand_ins, caplog):
     """On the CPU, in float32: right as it is; not taken if it computes something else, or nothing."""
     real = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
@@ -260,10 +262,24 @@ def test_a_body_is_looked_at_before_it_is_used(fault, stand_ins, monkeypatch, ca
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward = broken
     if fault == "value":
         torch.ops.aten._scaled_dot_product_cudnn_attention = lambda q, *rest, **kw: cudnn_forward(2 * q, *rest, **kw)
+    if fault == "log-sum-exp":  # to another base, which its own backward would know
+
+        def to_base_2(*args, **kwargs):
+            out, lse, *others = cudnn_forward(*args, **kwargs)
+            return out, lse / log(2), *others
+
+        torch.ops.aten._scaled_dot_product_cudnn_attention = to_base_2
+        torch.ops.aten._scaled_dot_product_cudnn_attention_backward = lambda *args, **kwargs: real(
+            *args[:5], args[5] * log(2), *args[6:], **kwargs
+        )
+    right = fault is None or (fault == "log-sum-exp" and check is CudnnBody.checked)
     kernels.is_right.cache_clear()
-    assert kernels.is_right(CudnnBody.checked, CPU, torch.float32, 64, 2) == (fault is None)
+    assert kernels.is_right(check, CPU, torch.float32, 64, 2) == right
     kernels.is_right.cache_clear()
-    said = {None: "", "error": "Cudnn does not run here: no plan for this"}.get(fault, "Cudnn is off by")
+    name = "Cudnn" if check is CudnnBody.checked else "Cudnn with prefix"
+    said = "" if right else f"{name} is off by"
+    if fault == "error":
+        said = f"{name} does not run here: no plan for this"
     assert said in caplog.text
     assert bool(caplog.text) == bool(said)
 

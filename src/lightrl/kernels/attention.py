@@ -47,8 +47,10 @@ def choose(packing: Packing, q: Tensor, v: Tensor, scale: float, window: int | N
         return FlashBody(packing, scale, window)
     key = (q.device, q.dtype, q.shape[-1], q.shape[1] // v.shape[1])
     varlen: type[FlashBody] = Flash4Body if flash4_runs(q) and is_right(Flash4Body.checked, *key) else FlashBody
-    if packing.dense is not None and cudnn_runs(q) and is_right(CudnnBody.checked, *key):
-        return CudnnBody(packing.dense, scale, varlen)
+    if packing.dense is not None and cudnn_runs(q):
+        check = CudnnBody.checked_with_prefix if packing.dense.prefixed else CudnnBody.checked
+        if is_right(check, *key):
+            return CudnnBody(packing.dense, scale, varlen)
     return varlen(packing, scale)
 
 
@@ -128,7 +130,7 @@ def is_right(
     flash-attn-4 is young, and all of these are called below the functions that their makers promise: one that fails or
     errs is not used, and a warning says so. `group` query heads share a key head.
     """
-    name = make.__qualname__.split(".")[0].removesuffix("Body")
+    name = make.__qualname__.replace("Body.checked", "").replace("_", " ")
     spans = (Span(0, 70), Span(70, 71, (0, 70)), Span(71, 200, (0, 70)), Span(200, 300))
     packing = Packing.of(spans, device)
     g = torch.Generator(device).manual_seed(0)

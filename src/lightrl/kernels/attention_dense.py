@@ -79,14 +79,28 @@ class Dense:
     rest: Packing | None = None
     rest_rows: Tensor | None = None  # [n] int64
 
+    @property
+    def prefixed(self) -> bool:
+        """Are there dense calls whose outputs are to be joined with those of a prefix?"""
+        return any(group.prefix is not None for group in self.groups)
+
     @classmethod
     def plan(
-        cls, spans: Sequence[Span], device: torch.device, separate: int = SEPARATE_ROWS, uniform: int = UNIFORM_ROWS
+        cls,
+        spans: Sequence[Span],
+        device: torch.device,
+        separate: int = SEPARATE_ROWS,
+        uniform: int = UNIFORM_ROWS,
+        prefixes: bool = True,
     ) -> Dense | None:
-        """Few plans and little padding; None where nothing is worth a call."""
+        """Few plans and little padding; None where nothing is worth a call. Segments with prefixes can be left out."""
         alike = len({(s.rows, s.prefix) for s in spans}) == 1 and spans[0].prefix is None
         least = uniform if alike else separate
-        long, left = ([s for s in spans if (s.rows >= least) == is_long] for is_long in (True, False))
+
+        def is_long(span: Span) -> bool:
+            return span.rows >= least and (prefixes or span.prefix is None)
+
+        long, left = ([s for s in spans if is_long(s) == wanted] for wanted in (True, False))
         if not long:
             return None
         groups: list[Group] = []
@@ -119,9 +133,17 @@ class CudnnBody:
 
     @staticmethod
     def checked(packing: Packing, scale: float) -> Body:
-        """With all that can be in a plan, on short segments."""
+        """For `is_right`, on short segments: dense calls and a rest."""
+        dense = Dense.plan(packing.spans, packing.cu_seqlens_q.device, separate=70, prefixes=False)
+        assert dense is not None
+        return CudnnBody(dense, scale)
+
+    @staticmethod
+    def checked_with_prefix(packing: Packing, scale: float) -> Body:
+        """The same with a prefix, which also takes cuDNN's log-sum-exp to be what it should."""
         dense = Dense.plan(packing.spans, packing.cu_seqlens_q.device, separate=100)
         assert dense is not None
+        assert dense.prefixed
         return CudnnBody(dense, scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved]:
