@@ -11,6 +11,7 @@ that is fastest by these times.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import itertools
 import statistics
@@ -109,7 +110,9 @@ def blocks(args: argparse.Namespace) -> tuple[Any, Any]:
     )  # fmt: skip
     with torch.device(args.device):
         stock, model = (
-            AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype), experts_implementation=name)
+            AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=getattr(torch, args.dtype), experts_implementation=name
+            )  # a config of its own: it says whose experts a model computes with
             for name in ("grouped_mm", "eager")
         )
     experts.exchange(model, experts.softmax_router)

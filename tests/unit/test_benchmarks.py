@@ -108,6 +108,7 @@ def test_moe_block_runs_small_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = moe_block.run(args)
     assert [row["case"].split(",")[0] for row in rows] == ["forward", "forward + backward"]
     theirs, ours = moe_block.blocks(args)
+    assert [b.experts.config._experts_implementation for b in (theirs, ours)] == ["grouped_mm", "lightrl_grouped"]
     x = torch.randn(1, 65, 32)
     torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)
 
