@@ -65,9 +65,10 @@ class ModelConfig:
     recompute_attention: bool = False
     """With `activation_checkpointing`, compute attention a second time too, instead of keeping its outputs (on a GPU in
     bfloat16: tokens x heads x head size x 2 bytes a layer). Gradients are the same."""
-    kernels: Literal["auto", "off"] = "auto"
-    """Norms, rotary positions and gated products of known families: `auto` fuses each into one kernel on a GPU, `off`
-    leaves them to transformers."""
+    kernels: Literal["auto", "off"] = "off"
+    """`auto`: known families on a GPU run on kernels of our own (norms, rotary positions, gated products, experts,
+    log-probs) and on the fastest attention that is installed; `off`: on torch and transformers alone. Off by default, as
+    these kernels have been tested in Triton's interpreter, but not on a GPU yet."""
     reference_path: str | None = None
     """Checkpoint of the frozen reference for the KL term; default: the policy's own start."""
     trust_remote_code: bool = False

@@ -29,17 +29,24 @@ def linear_logprobs_reference(
 
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    kernels: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, `softmax((hidden @ weight.T + bias) / temperature)`.
 
     hidden [N, H], weight [V, H], targets [N] int64, bias [V] -> logprobs [N], entropy [N], float32, in nats. Both
     outputs are differentiable in hidden, weight and bias. Logits exist for a part of the rows or words at a time.
-    On a GPU with Triton this is `logprob_triton`.
+    With `kernels`, on a GPU with Triton, this is `logprob_triton`.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    if len(hidden) and hidden.is_cuda and hidden.dtype == weight.dtype in _TRITON_DTYPES and _has_triton():
+    fits = len(hidden) > 0 and hidden.is_cuda and hidden.dtype == weight.dtype in _TRITON_DTYPES
+    if kernels and fits and _has_triton():
         from lightrl.kernels.logprob_triton import linear_logprobs_triton
 
         return linear_logprobs_triton(hidden, weight, targets, bias=bias, temperature=temperature)

@@ -63,7 +63,7 @@ def experts_forward(experts: Any, hidden: Tensor, indices: Tensor, weights: Tens
 def _activation(experts: Any) -> Activation:
     """`swiglu`, which has kernels of its own, where that is what the family does: all of ours but gpt-oss."""
     stock = type(experts)._apply_gate.__module__ == "transformers.integrations.moe"  # else the family has its own
-    is_swiglu = stock and experts.is_concatenated and experts.config.hidden_act in ("silu", "swish")
+    is_swiglu = getattr(experts, "fuse", False) and stock and experts.is_concatenated and experts.config.hidden_act in ("silu", "swish")
     return swiglu if is_swiglu else experts._apply_gate
 
 
@@ -74,7 +74,7 @@ def softmax_router(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Softmax over all experts, then the best k, renormalised if the config says so (Qwen)."""
     logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
     renormalize = getattr(router, "norm_topk_prob", True)
-    if has_kernels(logits):
+    if getattr(router, "fuse", False) and has_kernels(logits):
         from lightrl.kernels.moe_choice import best_experts, softmax_weights
 
         indices = _choose(router, lambda: best_experts(logits, router.top_k))

@@ -90,11 +90,13 @@ def packs_exactly(config: Any) -> bool:
 def prepare_packed(model: Any, *, fuse: bool = False) -> None:
     """Make a loaded model of a known family take packed rows (`segments=…` of its call).
 
-    `fuse` also puts norms, rotations and gates into fused kernels, which is for GPUs: elsewhere it gains nothing.
+    `fuse`: norms, rotations, gates, experts and attention go to the kernels made for GPUs (`model.kernels`).
     """
     model.set_attn_implementation(attention.register())
     patch_layers(model)
     if fuse:
+        for module in model.modules():
+            module.fuse = True  # asked by attention, experts and routers
         fused.exchange(model, FAMILIES[text_config(model.config).model_type].fused)
 
 

@@ -26,8 +26,9 @@ from lightrl.types import Microbatch
 class PolicyModule(nn.Module):
     """Root of the FSDP tree. The loss's inputs are computed inside its forward, where the head's weight is whole."""
 
-    def __init__(self, model: nn.Module, *, packed: bool) -> None:
+    def __init__(self, model: nn.Module, *, packed: bool, kernels: bool = False) -> None:
         super().__init__()
+        self.kernels = kernels
         self.model: Any = model
         self.packed = packed
 
@@ -44,7 +45,12 @@ class PolicyModule(nn.Module):
         ).last_hidden_state[0]
         head = self.model.get_output_embeddings()
         return linear_logprobs(
-            hidden[batch.logit_rows], head.weight, batch.targets, bias=head.bias, temperature=temperature
+            hidden[batch.logit_rows],
+            head.weight,
+            batch.targets,
+            bias=head.bias,
+            temperature=temperature,
+            kernels=self.kernels,
         )
 
     def _padded(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -92,10 +98,11 @@ class Policy:
             hf_config, dtype=dtype if frozen else torch.float32, trust_remote_code=config.trust_remote_code
         )
         packed = registry.packs_exactly(hf_config) and registry.is_own_code(model)
+        kernels = packed and config.kernels == "auto" and fused_kernels_run(world.device)
         if packed:
-            registry.prepare_packed(model, fuse=config.kernels == "auto" and fused_kernels_run(world.device))
+            registry.prepare_packed(model, fuse=kernels)
             gated_delta.prepare_training(model, world.device, dtype)
-        module = PolicyModule(model, packed=packed)
+        module = PolicyModule(model, packed=packed, kernels=kernels)
         if frozen:
             module.requires_grad_(False)
         fsdp.shard(
@@ -104,7 +111,7 @@ class Policy:
             world.mesh,
             compute_dtype=dtype,
             activation_checkpointing=config.activation_checkpointing and not frozen,
-            recompute_contexts=partial(recompute.contexts, keep_attention=not config.recompute_attention),
+            recompute_contexts=partial(recompute.contexts, keep_attention=kernels and not config.recompute_attention),
         )
         module.to_empty(device=world.device)
         module.eval()  # no dropout: what is trained is what was sampled from
