@@ -30,6 +30,8 @@ class World:
     """Axes `replicate` x `shard`."""
     cpu_group: Any
     """gloo group of all ranks, for records and waiting; None in a world of one."""
+    expert_mesh: DeviceMesh | None = None
+    """Axes `replicate` x `efsdp` x `ep` over the same ranks, `shard` being `efsdp` x `ep`; None: experts are not spread."""
     timeout: timedelta = timedelta(seconds=1800)
     """How long a collective waits for the other ranks (`parallel.timeout`)."""
 
@@ -122,15 +124,20 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def init_world(device: str = "auto", shard_size: int | None = None, timeout: float = 1800.0) -> World:
+def init_world(
+    device: str = "auto", shard_size: int | None = None, timeout: float = 1800.0, expert_parallel: int = 1
+) -> World:
     """Join the torchrun job, or be a world of one without it. A process group that exists is taken as it is.
 
-    Whoever starts ranks by other means than torchrun need not set LOCAL_RANK: the ranks find theirs out together.
+    `expert_parallel` consecutive ranks share a layer's experts. Whoever starts ranks by other means than torchrun need not set LOCAL_RANK: the ranks find theirs out together.
     """
     rank, size, local_rank = _place()
     shard = size if shard_size is None else shard_size
     if size % shard:
         raise UserError(f"parallel.shard_size: {shard} does not divide the {size} ranks of this run")
+    if shard % expert_parallel:
+        ranks = f"the {size} ranks of this run" if shard_size is None else f"parallel.shard_size = {shard}"
+        raise UserError(f"parallel.expert_parallel: {expert_parallel} does not divide {ranks}")
     here = pick_device(device, local_rank or 0)  # before anything else, as it may be refused
     if local_rank is not None:
         _use(here)
@@ -147,7 +154,20 @@ def init_world(device: str = "auto", shard_size: int | None = None, timeout: flo
         here = pick_device(device, local_rank)
         _use(here)
     mesh = init_device_mesh(here.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
-    return World(rank=rank, size=size, local_rank=local_rank, device=here, mesh=mesh, cpu_group=group, timeout=limit)
+    expert_mesh = None
+    if expert_parallel > 1:
+        sizes = (size // shard, shard // expert_parallel, expert_parallel)
+        expert_mesh = init_device_mesh(here.type, sizes, mesh_dim_names=("replicate", "efsdp", "ep"))
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        device=here,
+        mesh=mesh,
+        cpu_group=group,
+        expert_mesh=expert_mesh,
+        timeout=limit,
+    )
 
 
 def _use(device: torch.device) -> None:

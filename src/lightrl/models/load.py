@@ -19,7 +19,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -200,13 +200,28 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
-    if any(type(p) not in (Shard, Replicate) for p in tensor.placements):
-        raise RuntimeError(f"placements {tensor.placements} are not supported: only Shard and Replicate are")
+    if any(p.is_partial() for p in tensor.placements):
+        raise RuntimeError(f"placements {tensor.placements} are not supported: a part of a sum is no part of a tensor")
     (chunk,) = tensor.__create_chunk_list__()
     local = tensor.to_local()
     if tuple(local.shape) != tuple(chunk.sizes):
         raise RuntimeError(f"local part has shape {tuple(local.shape)}, expected {tuple(chunk.sizes)}")
     return local, tuple(chunk.offsets)
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank. A collective.
+
+    Experts are spread over two axes of their mesh: torch warns where it is to gather over both at once.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    for axis in axes[:-1]:
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.full_tensor()
 
 
 # ----- weights

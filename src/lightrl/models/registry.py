@@ -81,6 +81,14 @@ def packs_exactly(config: Any) -> bool:
     )
 
 
+def num_experts(config: Any) -> int:
+    """Of a layer of a model that is packed; 0 where there are none."""
+    config = text_config(config)
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    counts = [int(n) for name in names if (n := getattr(config, name, None))]
+    return counts[0] if counts and packs_exactly(config) else 0
+
+
 def prepare_packed(model: Any) -> None:
     """Make a loaded model of a known family take packed rows (`segments=…` of its call)."""
     model.set_attn_implementation(attention.register())

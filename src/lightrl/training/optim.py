@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.config.schema import OptimConfig
+from lightrl.models.load import whole_tensor
 
 
 def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
@@ -80,7 +82,8 @@ def optimizer_step(
     if finite:
         if max_grad_norm > 0 and norm > max_grad_norm:
             scale = max_grad_norm / (norm + 1e-6)
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+            for grads in _by_mesh(parameters):
+                torch._foreach_mul_(grads, scale)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     schedule.step()
@@ -90,5 +93,25 @@ def optimizer_step(
 @torch.no_grad()
 def grad_norm(parameters: Sequence[nn.Parameter]) -> float:
     """L2 norm of all gradients over all ranks."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return math.hypot(*(_norm(grads) for grads in _by_mesh(parameters)))
+
+
+def _norm(grads: list[Tensor]) -> float:
+    first = grads[0]
+    if isinstance(first, DTensor) and sum(not p.is_replicate() for p in first.placements) > 1:
+        # torch warns where it is to add up over two axes of a mesh at once
+        local = torch.nn.utils.get_total_norm([g.to_local() for g in grads if isinstance(g, DTensor)]).double()
+        placements = [p if p.is_replicate() else Partial() for p in first.placements]
+        square = DTensor.from_local(local.square(), first.device_mesh, placements, run_check=False)
+        return math.sqrt(float(whole_tensor(square)))
+    norm = torch.nn.utils.get_total_norm(grads)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+    """Their gradients; those of experts spread over ranks lie on a mesh of their own, and do not mix with others."""
+    grads: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None:
+            grads.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+    return list(grads.values())

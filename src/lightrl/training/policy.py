@@ -85,6 +85,8 @@ class Policy:
         if packed:
             registry.prepare_packed(model)
             gated_delta.prepare_training(model, world.device, dtype)
+            if world.expert_mesh is not None:
+                experts.spread(model, world.expert_mesh["ep"])
         module = PolicyModule(model, packed=packed)
         if frozen:
             module.requires_grad_(False)
@@ -95,6 +97,7 @@ class Policy:
             compute_dtype=dtype,
             activation_checkpointing=config.activation_checkpointing and not frozen,
             recompute_contexts=experts.recompute_contexts,
+            expert_mesh=world.expert_mesh,
         )
         module.to_empty(device=world.device)
         load.load_weights(model, source, trust_remote_code=config.trust_remote_code)

@@ -24,7 +24,7 @@ from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError
 from lightrl.models import load
-from lightrl.models.registry import stock_notice
+from lightrl.models.registry import num_experts, stock_notice
 from lightrl.training.policy import Policy
 from lightrl.types import Prompt
 
@@ -110,6 +110,19 @@ def check_vocabulary(prompts: Iterable[Prompt], tokenizer: Any, hf_config: Any) 
                 f"{prompt.source}: token {max(prompt.tokens)} ({tokenizer.decode([max(prompt.tokens)])!r}) is none of "
                 f"the model's {size}: the tokenizer is not the model's; correct model.tokenizer"
             )
+
+
+def check_experts(config: Config, hf_config: Any) -> None:
+    """UserError for experts that cannot be spread as `parallel.expert_parallel` asks."""
+    ranks, path = config.parallel.expert_parallel, config.model.path
+    if ranks == 1:
+        return
+    key, count = "parallel.expert_parallel", num_experts(hf_config)
+    if not count:
+        kind = f"model.path = {path} ({hf_config.model_type})"
+        raise UserError(f"{key}: {kind} has no experts that LightRL packs: set it to 1")
+    if count % ranks:
+        raise UserError(f"{key}: {ranks} does not divide the {count} experts of model.path = {path}")
 
 
 def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
@@ -277,7 +290,8 @@ def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[
         "model": f"{config.model.path} ({parameters / 1e6:,.0f}M parameters, {policy.hf_config.model_type})",
         "compute": f"{policy.device.type}, {str(policy.compute_dtype).removeprefix('torch.')}, "
         f"{world.size} rank{'s' * (world.size > 1)} "
-        f"(shard {world.mesh.size(1)} x replicate {world.mesh.size(0)})",
+        f"(shard {world.mesh.size(1)} x replicate {world.mesh.size(0)}"
+        + (")" if world.expert_mesh is None else f", experts over {world.expert_mesh['ep'].size()})"),
         "data": f"{len(prompts)} prompts from {config.data.path}",
         "step": f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples, "
         f"{config.algorithm.minibatches_per_step} update{'s' * (config.algorithm.minibatches_per_step > 1)}",

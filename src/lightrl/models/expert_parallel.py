@@ -1,0 +1,175 @@
+"""Experts spread over the ranks of a group: each rank computes its own ones, for the tokens of all of them.
+
+A token goes once to every rank that has some of its experts, with its choices and their weights. That rank sends back
+the weighted sum over its experts, and those of all ranks are added up; both sums are made in float32. This is the
+scheme of GShard (arXiv:2006.16668) without capacities: nothing is dropped or padded.
+
+Shapes: `T` tokens of this rank, `k` experts a token, `E` experts, `H` hidden; `R` rows that other ranks (and this one)
+sent, `P` pairs of such a row and one of this rank's experts. Gradients need no atomic addition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightrl.errors import UserError
+from lightrl.kernels.moe import Activation, ExpertWeights, grouped_experts
+
+
+def spread(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Turn a layer's parameters, [E, …] each, into DTensors of which this rank holds E / ranks experts. On meta.
+
+    UserError where the ranks of `mesh`, which has one axis, do not divide the experts.
+    """
+    size, rank = mesh.size(), mesh.get_local_rank()
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        if len(parameter) % size:
+            raise UserError(f"parallel.expert_parallel: {size} does not divide the model's {len(parameter)} experts")
+        count = len(parameter) // size
+        local = parameter.detach()[rank * count : (rank + 1) * count].clone()
+        whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+@dataclass(frozen=True)
+class Picks:
+    """Some of the T * k pairs of a token and one of its choices, in an order of their own."""
+
+    source: Tensor  # [m] place of each among the flattened pairs
+    token: Tensor  # [m]
+    place: Tensor  # [T, k] where each pair stands in that order
+    taken: Tensor  # [T, k] bool, whether it does
+
+    @classmethod
+    def smallest(cls, keys: Tensor, count: int) -> Picks:
+        """The `count` pairs with the smallest keys [T, k], sorted by them."""
+        order = keys.flatten().sort(stable=True).indices
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        place = place.view(keys.shape)
+        taken = place < count
+        source = order[:count]
+        return cls(source, source // keys.shape[1], place.masked_fill(~taken, 0), taken)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """[T, …] -> [m, …]: the row of each pair's token."""
+        out: Tensor = _Gather.apply(rows, self.token, self.place, self.taken)
+        return out
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """[m, …] -> [T, …] float32: over the pairs of each token."""
+        out: Tensor = _Sum.apply(rows, self.token, self.place, self.taken)
+        return out
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who sends how many rows to whom, and which expert takes which: a forward's routing, for it and its repetition."""
+
+    outgoing: list[int]
+    """Rows for each rank of the group."""
+    incoming: list[int]
+    rows: Picks
+    """The pairs of T tokens and their choices that stand for a row sent; its first one for that rank."""
+    pairs: Picks
+    """The pairs of R rows and their choices that are experts of this rank, sorted by expert."""
+    experts: Tensor  # [P] int64, the expert of each, counted from this rank's first
+
+
+@torch.no_grad()
+def make_plan(indices: Tensor, local_experts: int, group: Any) -> Plan:
+    """From this rank's choices [T, k]. A collective of the group; waits for the device once."""
+    size = dist.get_world_size(group)
+    owner = indices // local_experts
+    repeated = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(-1)
+    target = owner.masked_fill(repeated, size)
+    ranks = torch.arange(size, device=owner.device)
+    # rows and pairs for each rank, [ranks, 2]
+    sent = torch.stack([(keys[..., None] == ranks).sum((0, 1)) for keys in (target, owner)], dim=1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    counts = torch.stack([sent, received]).tolist()
+    outgoing, incoming = ([rows for rows, _ in side] for side in counts)
+    rows = Picks.smallest(target, sum(outgoing))
+    first = target.flatten()[rows.source] * local_experts
+    chosen = _exchange((indices[rows.token] - first[:, None]).int(), outgoing, incoming, group).long()
+    mine = (chosen >= 0) & (chosen < local_experts)
+    chosen = chosen.masked_fill(~mine, local_experts)
+    pairs = Picks.smallest(chosen, sum(number for _, number in counts[1]))
+    return Plan(outgoing, incoming, rows, pairs, chosen.flatten()[pairs.source])
+
+
+def parallel_experts(
+    hidden: Tensor, weights: Tensor, experts: ExpertWeights, activate: Activation, plan: Plan, group: Any
+) -> Tensor:
+    """As `grouped_experts` over all experts of the group; `experts` are this rank's own. A collective, twice.
+
+    hidden [T, H], weights [T, k] -> [T, H] in hidden's dtype.
+    """
+    there, back = (plan.outgoing, plan.incoming, group), (plan.incoming, plan.outgoing, group)
+    rows = _Exchange.apply(plan.rows.gather(hidden), *there)
+    shares = _Exchange.apply(plan.rows.gather(weights), *there)
+    out = grouped_experts(
+        plan.pairs.gather(rows),
+        plan.experts[:, None],
+        shares.flatten()[plan.pairs.source, None],
+        experts,
+        activate,
+    )
+    sums = _Exchange.apply(plan.pairs.sum(out).to(hidden.dtype), *back)
+    return plan.rows.sum(sums).to(hidden.dtype)
+
+
+def _exchange(rows: Tensor, outgoing: list[int], incoming: list[int], group: Any) -> Tensor:
+    received = rows.new_empty(sum(incoming), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), incoming, outgoing, group=group)
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to their ranks, in order; gradients go back the way they came."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, outgoing: list[int], incoming: list[int], group: Any) -> Tensor:
+        ctx.back = (incoming, outgoing, group)
+        return _exchange(rows, outgoing, incoming, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, *ctx.back), None, None, None
+
+
+def _sum(rows: Tensor, place: Tensor, taken: Tensor) -> Tensor:
+    taken = taken.view(*taken.shape, *[1] * (rows.ndim - 1))
+    return rows[place].masked_fill(~taken, 0.0).sum(1, dtype=torch.float32)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, place: Tensor, taken: Tensor) -> Tensor:
+        ctx.save_for_backward(place, taken)
+        return rows[token]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _sum(grad, *ctx.saved_tensors).to(grad.dtype), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, place: Tensor, taken: Tensor) -> Tensor:
+        ctx.save_for_backward(token)
+        ctx.dtype = rows.dtype
+        return _sum(rows, place, taken)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (token,) = ctx.saved_tensors
+        return grad.to(ctx.dtype)[token], None, None, None
