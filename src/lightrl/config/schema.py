@@ -277,8 +277,8 @@ class ParallelConfig:
     shard_size: PositiveInt | None = None
     """Ranks a copy of the model is sharded over; the rest replicate (HSDP). Default: all ranks."""
     expert_parallel: PositiveInt = 1
-    """Consecutive ranks that share the experts of a mixture: each holds and computes its part of them and tokens travel,
-    instead of all experts being gathered on every rank. Divides `shard_size` and the number of experts."""
+    """Consecutive ranks that share the experts of a mixture: each computes its own, and tokens travel to them, instead
+    of all experts being gathered on every rank. Divides `shard_size` and the number of experts."""
     max_tokens_per_microbatch: PositiveInt = 16384
     """Packed tokens in one forward, a rank. A longer single sample gets a microbatch of its own."""
     share_prompts: bool = True

@@ -101,8 +101,8 @@ def _expert_shard(parameter: nn.Parameter, ranks: int) -> Shard:
         if size % ranks == 0:
             return Shard(axis)
     raise UserError(
-        f"parallel.expert_parallel: {ranks} ranks cannot share {sizes[0]} experts of {list(sizes[1:])} evenly; raise it, "
-        "or lower parallel.shard_size"
+        f"parallel.expert_parallel: {ranks} ranks cannot share {sizes[0]} experts of {list(sizes[1:])} evenly; raise "
+        "it, or lower parallel.shard_size"
     )
 
 

@@ -31,7 +31,7 @@ class World:
     cpu_group: Any
     """gloo group of all ranks, for records and waiting; None in a world of one."""
     expert_mesh: DeviceMesh | None = None
-    """Axes `replicate` x `efsdp` x `ep` over the same ranks, `shard` being `efsdp` x `ep`; None: experts are not spread."""
+    """Axes `replicate` x `efsdp` x `ep` over the same ranks; None where experts are not spread over `ep`."""
     timeout: timedelta = timedelta(seconds=1800)
     """How long a collective waits for the other ranks (`parallel.timeout`)."""
 
@@ -129,7 +129,9 @@ def init_world(
 ) -> World:
     """Join the torchrun job, or be a world of one without it. A process group that exists is taken as it is.
 
-    `expert_parallel` consecutive ranks share a layer's experts. Whoever starts ranks by other means than torchrun need not set LOCAL_RANK: the ranks find theirs out together.
+    `expert_parallel` consecutive ranks share a layer's experts.
+
+    Whoever starts ranks by other means than torchrun need not set LOCAL_RANK: the ranks find theirs out together.
     """
     rank, size, local_rank = _place()
     shard = size if shard_size is None else shard_size
