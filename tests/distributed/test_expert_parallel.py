@@ -10,9 +10,9 @@ import pytest
 import tiny_run
 import torch
 import torch.distributed as dist
+from distributed.test_gradients import make_samples
 from families import FAMILIES, make_family
 from safetensors.torch import load_file, save_file
-from test_gradients import make_samples
 from torch import Tensor
 
 MIXTURES = [name for name, settings in FAMILIES.items() if "num_experts_per_tok" in settings]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightrl.errors import UserError
 from lightrl.kernels.moe import Activation, ExpertWeights, grouped_experts
+from lightrl.kernels.picks import Picks
 
 
 def spread(experts: nn.Module, mesh: DeviceMesh) -> None:
@@ -36,37 +37,6 @@ def spread(experts: nn.Module, mesh: DeviceMesh) -> None:
         local = parameter.detach()[rank * count : (rank + 1) * count].clone()
         whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-
-
-@dataclass(frozen=True)
-class Picks:
-    """Some of the T * k pairs of a token and one of its choices, in an order of their own."""
-
-    source: Tensor  # [m] place of each among the flattened pairs
-    token: Tensor  # [m]
-    place: Tensor  # [T, k] where each pair stands in that order
-    taken: Tensor  # [T, k] bool, whether it does
-
-    @classmethod
-    def smallest(cls, keys: Tensor, count: int) -> Picks:
-        """The `count` pairs with the smallest keys [T, k], sorted by them."""
-        order = keys.flatten().sort(stable=True).indices
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        place = place.view(keys.shape)
-        taken = place < count
-        source = order[:count]
-        return cls(source, source // keys.shape[1], place.masked_fill(~taken, 0), taken)
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """[T, …] -> [m, …]: the row of each pair's token."""
-        out: Tensor = _Gather.apply(rows, self.token, self.place, self.taken)
-        return out
-
-    def sum(self, rows: Tensor) -> Tensor:
-        """[m, …] -> [T, …] float32: over the pairs of each token."""
-        out: Tensor = _Sum.apply(rows, self.token, self.place, self.taken)
-        return out
 
 
 @dataclass(frozen=True)
@@ -97,7 +67,7 @@ def make_plan(indices: Tensor, local_experts: int, group: Any) -> Plan:
     dist.all_to_all_single(received, sent, group=group)
     counts = torch.stack([sent, received]).tolist()
     outgoing, incoming = ([rows for rows, _ in side] for side in counts)
-    rows = Picks.smallest(target, sum(outgoing))
+    rows = Picks.smallest(target, sum(outgoing), most=size)
     first = target.flatten()[rows.source] * local_experts
     chosen = _exchange((indices[rows.token] - first[:, None]).int(), outgoing, incoming, group).long()
     mine = (chosen >= 0) & (chosen < local_experts)
@@ -123,8 +93,8 @@ def parallel_experts(
         experts,
         activate,
     )
-    sums = _Exchange.apply(plan.pairs.sum(out).to(hidden.dtype), *back)
-    return plan.rows.sum(sums).to(hidden.dtype)
+    sums: Tensor = _Exchange.apply(plan.pairs.sum(out), *back)
+    return plan.rows.sum(sums)
 
 
 def _exchange(rows: Tensor, outgoing: list[int], incoming: list[int], group: Any) -> Tensor:
@@ -144,32 +114,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(grad, *ctx.back), None, None, None
-
-
-def _sum(rows: Tensor, place: Tensor, taken: Tensor) -> Tensor:
-    taken = taken.view(*taken.shape, *[1] * (rows.ndim - 1))
-    return rows[place].masked_fill(~taken, 0.0).sum(1, dtype=torch.float32)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, place: Tensor, taken: Tensor) -> Tensor:
-        ctx.save_for_backward(place, taken)
-        return rows[token]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _sum(grad, *ctx.saved_tensors).to(grad.dtype), None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, place: Tensor, taken: Tensor) -> Tensor:
-        ctx.save_for_backward(token)
-        ctx.dtype = rows.dtype
-        return _sum(rows, place, taken)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (token,) = ctx.saved_tensors
-        return grad.to(ctx.dtype)[token], None, None, None
