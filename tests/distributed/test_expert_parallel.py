@@ -56,7 +56,12 @@ class Run:
         from lightrl.training.policy import Policy
 
         self.case = case
-        self.world = init_world(device, case.get("shard_size"), expert_parallel=case.get("expert_parallel", 1))
+        self.world = init_world(
+            device,
+            case.get("shard_size"),
+            expert_parallel=case.get("expert_parallel", 1),
+            context_parallel=case.get("context_parallel", 1),
+        )
         model = ModelConfig(
             path=str(models / case.get("model", "qwen3_moe")),
             compute_dtype=case.get("compute_dtype", "float32"),
@@ -307,14 +312,8 @@ RUN: dict[str, Any] = {
 METRICS = ("reward/mean", "loss/policy", "loss/kl", "optim/grad_norm", "policy/kl_old")
 
 
-def train(folder: str, parallel: str) -> None:
-    from lightrl.distributed.mesh import close_world
-    from lightrl.training.trainer import Trainer
-
-    trainer = Trainer(tiny_run.make_run(Path(folder), **{**RUN, "parallel": RUN["parallel"] | json.loads(parallel)}))
-    trainer.train()
-    trainer.close()
-    close_world()
+def with_parallel(sections: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**sections, "parallel": {**sections["parallel"], **changes}}
 
 
 def make_run_folder(folder: Path) -> None:
@@ -348,8 +347,8 @@ def eight_ranks(folder: str) -> None:
     from lightrl.distributed.mesh import close_world, consecutive_group, deal
     from lightrl.training.trainer import Trainer
 
-    parallel = RUN["parallel"] | {"shard_size": 4, "expert_parallel": 2}
-    trainer = Trainer(tiny_run.make_run(Path(folder), **{**RUN, "parallel": parallel, "run": {"steps": 1}}))
+    sections = with_parallel(RUN, shard_size=4, expert_parallel=2) | {"run": {"steps": 1}}
+    trainer = Trainer(tiny_run.make_run(Path(folder), **sections))
     world = trainer.world
     assert world.expert_mesh is not None
     ranks = [dist.get_process_group_ranks(world.expert_mesh[axis].get_group()) for axis in ("replicate", "efsdp", "ep")]
@@ -374,9 +373,10 @@ def test_eight_ranks_then_four(tmp_path: Path, run_distributed) -> None:
     """A run on eight ranks goes on on four, that share the experts otherwise: the run of one process."""
     for name in ("alone", "spread"):
         make_run_folder(tmp_path / name)
-    run_distributed(train, 1, tmp_path / "alone", "{}")
+    run_distributed(Path(tiny_run.__file__), 1, tmp_path / "alone", json.dumps(RUN))
     run_distributed(eight_ranks, 8, tmp_path / "spread", timeout=240)
-    run_distributed(train, 4, tmp_path / "spread", json.dumps({"expert_parallel": 4}))
+    four = json.dumps(with_parallel(RUN, expert_parallel=4))
+    run_distributed(Path(tiny_run.__file__), 4, tmp_path / "spread", four)
     assert_same_runs(tmp_path / "spread", tmp_path / "alone")
 
 
@@ -400,12 +400,12 @@ def test_what_cannot_be_spread_is_refused(family: str, parallel: dict[str, int],
 
     from lightrl.config.schema import Config, ModelConfig, ParallelConfig
     from lightrl.errors import UserError
-    from lightrl.training.setup import check_experts
+    from lightrl.training.setup import check_parallel
 
     changes = {"num_experts": 4} if family == "qwen3_moe" else {}
     config = Config(model=ModelConfig(path="there"), parallel=ParallelConfig(**parallel))
     with pytest.raises(UserError, match=message) as caught:
-        check_experts(config, AutoConfig.for_model(family, **changes))
+        check_parallel(config, AutoConfig.for_model(family, **changes))
     assert "\n" not in str(caught.value)
 
 

@@ -32,6 +32,10 @@ class World:
     """gloo group of all ranks, for records and waiting; None in a world of one."""
     expert_mesh: DeviceMesh | None = None
     """Axes `replicate` x `efsdp` x `ep` over the same ranks; None where experts are not spread over `ep`."""
+    context_parallel: int = 1
+    """Consecutive ranks that share the rows of a microbatch."""
+    context_group: Any = None
+    """Process group of those that this one is among; None where rows are not shared."""
     timeout: timedelta = timedelta(seconds=1800)
     """How long a collective waits for the other ranks (`parallel.timeout`)."""
 
@@ -125,11 +129,15 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 def init_world(
-    device: str = "auto", shard_size: int | None = None, timeout: float = 1800.0, expert_parallel: int = 1
+    device: str = "auto",
+    shard_size: int | None = None,
+    timeout: float = 1800.0,
+    expert_parallel: int = 1,
+    context_parallel: int = 1,
 ) -> World:
     """Join the torchrun job, or be a world of one without it. A process group that exists is taken as it is.
 
-    `expert_parallel` consecutive ranks share a layer's experts.
+    `expert_parallel` consecutive ranks share a layer's experts, `context_parallel` the rows of a microbatch.
 
     Whoever starts ranks by other means than torchrun need not set LOCAL_RANK: the ranks find theirs out together.
     """
@@ -140,6 +148,8 @@ def init_world(
     if shard % expert_parallel:
         ranks = f"the {size} ranks of this run" if shard_size is None else f"parallel.shard_size = {shard}"
         raise UserError(f"parallel.expert_parallel: {expert_parallel} does not divide {ranks}")
+    if size % context_parallel:
+        raise UserError(f"parallel.context_parallel: {context_parallel} does not divide the {size} ranks of this run")
     here = pick_device(device, local_rank or 0)  # before anything else, as it may be refused
     if local_rank is not None:
         _use(here)
@@ -160,6 +170,10 @@ def init_world(
     if expert_parallel > 1:
         sizes = (size // shard, shard // expert_parallel, expert_parallel)
         expert_mesh = init_device_mesh(here.type, sizes, mesh_dim_names=("replicate", "efsdp", "ep"))
+    context_group = None
+    if context_parallel > 1:
+        shape = (size // context_parallel, context_parallel)
+        context_group = init_device_mesh(here.type, shape, mesh_dim_names=("dp", "cp"))["cp"].get_group()
     return World(
         rank=rank,
         size=size,
@@ -168,6 +182,8 @@ def init_world(
         mesh=mesh,
         cpu_group=group,
         expert_mesh=expert_mesh,
+        context_parallel=context_parallel,
+        context_group=context_group,
         timeout=limit,
     )
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightrl.errors import UserError
 from lightrl.kernels.moe import Activation, ExpertWeights, grouped_experts
 from lightrl.kernels.picks import Picks
+from lightrl.models.exchange import exchange
 
 
 def spread(experts: nn.Module, mesh: DeviceMesh) -> None:
@@ -69,7 +70,7 @@ def make_plan(indices: Tensor, local_experts: int, group: Any) -> Plan:
     outgoing, incoming = ([rows for rows, _ in side] for side in counts)
     rows = Picks.smallest(target, sum(outgoing), most=size)
     first = target.flatten()[rows.source] * local_experts
-    chosen = _exchange((indices[rows.token] - first[:, None]).int(), outgoing, incoming, group).long()
+    chosen = exchange((indices[rows.token] - first[:, None]).int(), outgoing, incoming, group).long()
     mine = (chosen >= 0) & (chosen < local_experts)
     chosen = chosen.masked_fill(~mine, local_experts)
     pairs = Picks.smallest(chosen, sum(number for _, number in counts[1]))
@@ -84,8 +85,8 @@ def parallel_experts(
     hidden [T, H], weights [T, k] -> [T, H] in hidden's dtype.
     """
     there, back = (plan.outgoing, plan.incoming, group), (plan.incoming, plan.outgoing, group)
-    rows = _Exchange.apply(plan.rows.gather(hidden), *there)
-    shares = _Exchange.apply(plan.rows.gather(weights), *there)
+    rows = exchange(plan.rows.gather(hidden), *there)
+    shares = exchange(plan.rows.gather(weights), *there)
     out = grouped_experts(
         plan.pairs.gather(rows),
         plan.experts[:, None],
@@ -93,24 +94,5 @@ def parallel_experts(
         experts,
         activate,
     )
-    sums: Tensor = _Exchange.apply(plan.pairs.sum(out), *back)
+    sums = exchange(plan.pairs.sum(out), *back)
     return plan.rows.sum(sums)
-
-
-def _exchange(rows: Tensor, outgoing: list[int], incoming: list[int], group: Any) -> Tensor:
-    received = rows.new_empty(sum(incoming), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), incoming, outgoing, group=group)
-    return received
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows to their ranks, in order; gradients go back the way they came."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, outgoing: list[int], incoming: list[int], group: Any) -> Tensor:
-        ctx.back = (incoming, outgoing, group)
-        return _exchange(rows, outgoing, incoming, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, *ctx.back), None, None, None

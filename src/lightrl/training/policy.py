@@ -18,6 +18,7 @@ from lightrl.distributed.mesh import World
 from lightrl.kernels.logprob import linear_logprobs
 from lightrl.models import experts, gated_delta, load, registry
 from lightrl.models.attention import Segments
+from lightrl.models.context_parallel import SharedSegments
 from lightrl.models.names import StoredTensors, kept_names
 from lightrl.types import Microbatch
 
@@ -30,7 +31,9 @@ class PolicyModule(nn.Module):
         self.model: Any = model
         self.packed = packed
 
-    def forward(self, batch: Microbatch, segments: Segments | None, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: Microbatch, segments: Segments | SharedSegments | None, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs [N] and entropies [N] of the microbatch's targets, float32."""
         if not self.packed:
             return self._padded(batch, temperature)
@@ -71,6 +74,8 @@ class Policy:
     """Folder of the checkpoint it was loaded from."""
     compute_dtype: torch.dtype
     device: torch.device
+    context_group: Any = None
+    """Ranks that share the rows of each microbatch; None: all rows are here."""
 
     @classmethod
     def load(cls, config: ModelConfig, world: World, *, frozen: bool = False) -> Policy:
@@ -102,7 +107,14 @@ class Policy:
         module.to_empty(device=world.device)
         load.load_weights(model, source, trust_remote_code=config.trust_remote_code)
         module.eval()  # no dropout: what is trained is what was sampled from
-        return cls(module=module, hf_config=hf_config, source=source, compute_dtype=dtype, device=world.device)
+        return cls(
+            module=module,
+            hf_config=hf_config,
+            source=source,
+            compute_dtype=dtype,
+            device=world.device,
+            context_group=world.context_group,
+        )
 
     @property
     def model(self) -> Any:
@@ -111,7 +123,11 @@ class Policy:
 
     def __call__(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [N], with gradients where enabled. Every rank must call it as often."""
-        segments = Segments.from_microbatch(batch, self.device) if self.module.packed else None
+        segments: Segments | SharedSegments | None = None
+        if self.module.packed:
+            segments = whole = Segments.from_microbatch(batch, self.device)
+            if self.context_group is not None:
+                segments = SharedSegments(whole, self.context_group)
         return self.module(to_device(batch, self.device), segments, temperature)
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError
 from lightrl.models import load
-from lightrl.models.registry import num_experts, stock_notice
+from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.policy import Policy
 from lightrl.types import Prompt
 
@@ -112,8 +112,15 @@ def check_vocabulary(prompts: Iterable[Prompt], tokenizer: Any, hf_config: Any) 
             )
 
 
-def check_experts(config: Config, hf_config: Any) -> None:
-    """UserError for experts that cannot be spread as `parallel.expert_parallel` asks."""
+def check_parallel(config: Config, hf_config: Any) -> None:
+    """UserError for a model that cannot be spread as `[parallel]` asks."""
+    _check_experts(config, hf_config)
+    ranks, path = config.parallel.context_parallel, config.model.path
+    if ranks > 1 and (reason := unshared_rows(hf_config, ranks)) is not None:
+        raise UserError(f"parallel.context_parallel: {ranks} ranks cannot share rows of model.path = {path}: {reason}")
+
+
+def _check_experts(config: Config, hf_config: Any) -> None:
     ranks, path = config.parallel.expert_parallel, config.model.path
     if ranks == 1:
         return
@@ -291,7 +298,8 @@ def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[
         "compute": f"{policy.device.type}, {str(policy.compute_dtype).removeprefix('torch.')}, "
         f"{world.size} rank{'s' * (world.size > 1)} "
         f"(shard {world.mesh.size(1)} x replicate {world.mesh.size(0)}"
-        + (")" if world.expert_mesh is None else f", experts over {world.expert_mesh['ep'].size()})"),
+        + (f", experts over {world.expert_mesh['ep'].size()}" if world.expert_mesh is not None else "")
+        + (f", rows over {world.context_parallel})" if world.context_parallel > 1 else ")"),
         "data": f"{len(prompts)} prompts from {config.data.path}",
         "step": f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples, "
         f"{config.algorithm.minibatches_per_step} update{'s' * (config.algorithm.minibatches_per_step > 1)}",

@@ -63,7 +63,13 @@ class Trainer:
         setup.check(config)
         self.config = config
         parallel = config.parallel
-        self.world = init_world(config.run.device, parallel.shard_size, parallel.timeout, parallel.expert_parallel)
+        self.world = init_world(
+            config.run.device,
+            parallel.shard_size,
+            parallel.timeout,
+            parallel.expert_parallel,
+            parallel.context_parallel,
+        )
         self.console = Console(config.log, enabled=self.world.is_main)
         self.run_dir = Path(config.run.dir).expanduser()
         with contextlib.ExitStack() as held:
@@ -88,7 +94,7 @@ class Trainer:
         hf_config, self.tokenizer = load.load_config_and_tokenizer(
             model.path, model.revision, model.tokenizer, model.trust_remote_code
         )
-        setup.check_experts(config, hf_config)
+        setup.check_parallel(config, hf_config)
         self.context_length = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT
         self.prompts = load_prompts(
             config.data,
