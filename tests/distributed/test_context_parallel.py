@@ -122,14 +122,14 @@ def test_what_cannot_be_shared_is_refused(family: str, ranks: int, reason: str) 
     from families import FAMILIES
     from transformers import AutoConfig
 
-    from lightrl.config.schema import Config, ModelConfig, ParallelConfig
+    from lightrl.config.schema import ParallelConfig
     from lightrl.errors import UserError
     from lightrl.training.setup import check_parallel
 
     settings = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, **FAMILIES.get(family, {})}
-    config = Config(model=ModelConfig(path="there"), parallel=ParallelConfig(context_parallel=ranks))
-    with pytest.raises(UserError, match=f"^parallel.context_parallel: {ranks} ranks cannot .* there: {reason}$"):
-        check_parallel(config, AutoConfig.for_model(family, **settings))
+    parallel, config = ParallelConfig(context_parallel=ranks), AutoConfig.for_model(family, **settings)
+    with pytest.raises(UserError, match=f"^parallel.context_parallel: {ranks} ranks cannot .* of a model: {reason}$"):
+        check_parallel(parallel, config, "a model")
 
 
 def test_ranks_that_do_not_divide_are_refused(tmp_path: Path) -> None:

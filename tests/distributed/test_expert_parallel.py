@@ -347,10 +347,13 @@ def eight_ranks(folder: str) -> None:
     from lightrl.distributed.mesh import close_world, consecutive_group, deal
     from lightrl.training.trainer import Trainer
 
-    sections = with_parallel(RUN, shard_size=4, expert_parallel=2) | {"run": {"steps": 1}}
+    sections = with_parallel(RUN, shard_size=4, expert_parallel=2, timeout=177.0) | {"run": {"steps": 1}}
     trainer = Trainer(tiny_run.make_run(Path(folder), **sections))
     world = trainer.world
     assert world.expert_mesh is not None
+    for axis in ("replicate", "efsdp", "ep"):
+        backend = world.expert_mesh[axis].get_group()._get_backend(world.device)
+        assert backend.options._timeout == world.timeout  # parallel.timeout
     ranks = [dist.get_process_group_ranks(world.expert_mesh[axis].get_group()) for axis in ("replicate", "efsdp", "ep")]
     here = world.rank
     assert ranks == [[here % 4, here % 4 + 4], [here - here % 4 + here % 2 + i for i in (0, 2)], [here & ~1, here | 1]]
@@ -384,29 +387,26 @@ def test_eight_ranks_then_four(tmp_path: Path, run_distributed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "parallel", "message"),
+    ("family", "ranks", "message"),
     [
-        (
-            "qwen3_moe",
-            {"expert_parallel": 3},
-            r"parallel.expert_parallel: 3 does not divide the 4 experts of model",
-        ),
-        ("llama", {"expert_parallel": 2}, r"parallel.expert_parallel: model.path = .* \(llama\) has no experts"),
-        ("mixtral", {"expert_parallel": 2}, r"parallel.expert_parallel: model.path = .* \(mixtral\) has no experts"),
+        ("qwen3_moe", 3, "3 does not divide the 4 experts of model.path = here"),
+        ("llama", 2, r"model.path = here \(llama\) has no experts that LightRL packs: set it to 1"),
+        ("mixtral", 2, r"model.path = here \(mixtral\) has no experts that LightRL packs: set it to 1"),
     ],
 )
-def test_what_cannot_be_spread_is_refused(family: str, parallel: dict[str, int], message: str) -> None:
+def test_what_cannot_be_spread_is_refused(family: str, ranks: int, message: str) -> None:
     from transformers import AutoConfig
 
-    from lightrl.config.schema import Config, ModelConfig, ParallelConfig
+    from lightrl.config.schema import ParallelConfig
     from lightrl.errors import UserError
     from lightrl.training.setup import check_parallel
 
-    changes = {"num_experts": 4} if family == "qwen3_moe" else {}
-    config = Config(model=ModelConfig(path="there"), parallel=ParallelConfig(**parallel))
-    with pytest.raises(UserError, match=message) as caught:
-        check_parallel(config, AutoConfig.for_model(family, **changes))
-    assert "\n" not in str(caught.value)
+    config = AutoConfig.for_model(family, **({"num_experts": 4} if family == "qwen3_moe" else {}))
+    parallel = ParallelConfig(expert_parallel=ranks)
+    with pytest.raises(UserError, match=f"^parallel.expert_parallel: {message}$"):
+        check_parallel(parallel, config, "model.path = here")
+    if family != "qwen3_moe":  # a reference may be dense
+        check_parallel(parallel, config, "model.reference_path = here", needs_experts=False)
 
 
 def test_ranks_that_do_not_divide_are_refused(tmp_path: Path) -> None:

@@ -166,14 +166,12 @@ def init_world(
         here = pick_device(device, local_rank)
         _use(here)
     mesh = init_device_mesh(here.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
-    expert_mesh = None
+    expert_mesh = context_group = None
     if expert_parallel > 1:
-        sizes = (size // shard, shard // expert_parallel, expert_parallel)
-        expert_mesh = init_device_mesh(here.type, sizes, mesh_dim_names=("replicate", "efsdp", "ep"))
-    context_group = None
+        axes = {"replicate": size // shard, "efsdp": shard // expert_parallel, "ep": expert_parallel}
+        expert_mesh = _mesh(here, axes, limit)
     if context_parallel > 1:
-        shape = (size // context_parallel, context_parallel)
-        context_group = init_device_mesh(here.type, shape, mesh_dim_names=("dp", "cp"))["cp"].get_group()
+        context_group = _mesh(here, {"dp": size // context_parallel, "cp": context_parallel}, limit)["cp"].get_group()
     return World(
         rank=rank,
         size=size,
@@ -186,6 +184,14 @@ def init_world(
         context_group=context_group,
         timeout=limit,
     )
+
+
+def _mesh(device: torch.device, axes: dict[str, int], timeout: timedelta) -> DeviceMesh:
+    """Axes (name -> ranks) over all ranks, whose groups wait `timeout`; torch gives them its own default."""
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for axis in axes:
+        dist.distributed_c10d._set_pg_timeout(timeout, mesh[axis].get_group())
+    return mesh
 
 
 def _use(device: torch.device) -> None:

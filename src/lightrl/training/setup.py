@@ -112,24 +112,20 @@ def check_vocabulary(prompts: Iterable[Prompt], tokenizer: Any, hf_config: Any) 
             )
 
 
-def check_parallel(config: Config, hf_config: Any) -> None:
-    """UserError for a model that cannot be spread as `[parallel]` asks."""
-    _check_experts(config, hf_config)
-    ranks, path = config.parallel.context_parallel, config.model.path
-    if ranks > 1 and (reason := unshared_rows(hf_config, ranks)) is not None:
-        raise UserError(f"parallel.context_parallel: {ranks} ranks cannot share rows of model.path = {path}: {reason}")
+def check_parallel(config: ParallelConfig, hf_config: Any, model: str, *, needs_experts: bool = True) -> None:
+    """UserError for a model that cannot be spread as `[parallel]` asks; `model` names it: `model.path = …`.
 
-
-def _check_experts(config: Config, hf_config: Any) -> None:
-    ranks, path = config.parallel.expert_parallel, config.model.path
-    if ranks == 1:
-        return
-    key, count = "parallel.expert_parallel", num_experts(hf_config)
-    if not count:
-        kind = f"model.path = {path} ({hf_config.model_type})"
-        raise UserError(f"{key}: {kind} has no experts that LightRL packs: set it to 1")
+    Without `needs_experts` one that has none will do.
+    """
+    ranks, count = config.expert_parallel, num_experts(hf_config)
+    if ranks > 1 and needs_experts and not count:
+        kind = f"{model} ({hf_config.model_type})"
+        raise UserError(f"parallel.expert_parallel: {kind} has no experts that LightRL packs: set it to 1")
     if count % ranks:
-        raise UserError(f"{key}: {ranks} does not divide the {count} experts of model.path = {path}")
+        raise UserError(f"parallel.expert_parallel: {ranks} does not divide the {count} experts of {model}")
+    ranks = config.context_parallel
+    if ranks > 1 and (reason := unshared_rows(hf_config, ranks)) is not None:
+        raise UserError(f"parallel.context_parallel: {ranks} ranks cannot share rows of {model}: {reason}")
 
 
 def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
@@ -146,6 +142,7 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
             f"model.reference_path: {path} has {size} tokens, the policy {needed}: a reference has the policy's "
             "vocabulary; name an earlier checkpoint of the same model"
         )
+    check_parallel(config.parallel, theirs, f"model.reference_path = {path}", needs_experts=False)
 
 
 def load_reference(config: Config, world: World) -> Policy | None:

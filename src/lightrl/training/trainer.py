@@ -94,7 +94,7 @@ class Trainer:
         hf_config, self.tokenizer = load.load_config_and_tokenizer(
             model.path, model.revision, model.tokenizer, model.trust_remote_code
         )
-        setup.check_parallel(config, hf_config)
+        setup.check_parallel(config.parallel, hf_config, f"model.path = {model.path}")
         self.context_length = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT
         self.prompts = load_prompts(
             config.data,
