@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.config.schema import OptimConfig
-from lightrl.models.load import whole_tensor
 
 
 def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
@@ -97,13 +97,16 @@ def grad_norm(parameters: Sequence[nn.Parameter]) -> float:
 
 
 def _norm(grads: list[Tensor]) -> float:
+    """Of gradients on one mesh."""
     first = grads[0]
-    if isinstance(first, DTensor) and sum(not p.is_replicate() for p in first.placements) > 1:
-        # torch warns where it is to add up over two axes of a mesh at once
-        local = torch.nn.utils.get_total_norm([g.to_local() for g in grads if isinstance(g, DTensor)]).double()
-        placements = [p if p.is_replicate() else Partial() for p in first.placements]
-        square = DTensor.from_local(local.square(), first.device_mesh, placements, run_check=False)
-        return math.sqrt(float(whole_tensor(square)))
+    if isinstance(first, DTensor):
+        axes = [axis for axis, placement in enumerate(first.placements) if not placement.is_replicate()]
+        if len(axes) > 1:  # torch adds up over several axes too, but warns that it is slow
+            own = torch.nn.utils.get_total_norm([g.to_local() for g in grads if isinstance(g, DTensor)])
+            square = own.double().square()
+            for axis in axes:
+                dist.all_reduce(square, group=first.device_mesh.get_group(axis))
+            return math.sqrt(float(square))
     norm = torch.nn.utils.get_total_norm(grads)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
