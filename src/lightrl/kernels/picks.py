@@ -65,24 +65,27 @@ def sum_rows(rows: Tensor, place: Tensor) -> Tensor:
     return sum_rows_reference(rows, place)
 
 
+# Indices are kept on the context, not saved: they are no results of the forward pass. So nothing is saved after the last
+# sum, and the repeat of a checkpointed block can end before it.
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
+        ctx.place = place
         return rows[token]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return sum_rows(grad, *ctx.saved_tensors), None, None
+        return sum_rows(grad, ctx.place), None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(token)
+        ctx.token = token
         return sum_rows(rows, place)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (token,) = ctx.saved_tensors
-        return grad[token], None, None
+        return grad[ctx.token], None, None
