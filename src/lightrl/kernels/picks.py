@@ -65,8 +65,8 @@ def sum_rows(rows: Tensor, place: Tensor) -> Tensor:
     return sum_rows_reference(rows, place)
 
 
-# Indices are kept on the context, not saved: they are no results of the forward pass. So nothing is saved after the last
-# sum, and the repeat of a checkpointed block can end before it.
+# Indices are kept on the context, not saved: they are no results of the forward pass. So the last sum saves nothing,
+# and the repeat of a checkpointed block can end before it.
 
 
 class _Gather(torch.autograd.Function):
