@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 import torch
 import torch.distributed as dist
-from distributed.test_expert_parallel import CASES, reference, two_updates
+from distributed.test_expert_parallel import (
+    CASES,
+    METRICS,
+    RUN,
+    make_run_folder,
+    reference,
+    sampled,
+    two_updates,
+    with_parallel,
+)
 from families import make_family
 from torch import Tensor
 
@@ -144,3 +155,17 @@ def test_two_gpus_equal_ranks_that_hold_all_experts(tmp_path: Path, run_distribu
     make_family(tmp_path / "one_qwen3_moe", "qwen3_moe", num_hidden_layers=1)
     make_family(tmp_path / "one_gpt_oss", "gpt_oss", num_hidden_layers=1, layer_types=["sliding_attention"])
     print(run_distributed(two_gpus, 2, tmp_path, timeout=300))
+
+
+def test_runs_are_the_same(tmp_path: Path, run_distributed) -> None:
+    """What is sampled and learned with experts spread, with rows shared, with both, and without either."""
+    ways = {"plain": {}, "experts": {"expert_parallel": 2}, "rows": {"context_parallel": 2}}
+    ways["both"] = ways["experts"] | ways["rows"]
+    for name, parallel in ways.items():
+        make_run_folder(tmp_path / name)
+        sections = with_parallel(RUN, **parallel) | {"run": {"steps": 2, "device": "cuda"}}
+        run_distributed(Path(tiny_run.__file__), 2, tmp_path / name, json.dumps(sections))
+    for name in ways:
+        assert sampled(tmp_path / name, 1) == sampled(tmp_path / "plain", 1)
+        ours, plain = (tiny_run.metrics_of(tmp_path / folder, *METRICS)[0] for folder in (name, "plain"))
+        assert ours == pytest.approx(plain, rel=1e-3, abs=1e-4)
