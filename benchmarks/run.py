@@ -27,6 +27,7 @@ OPS = {
     "sleep_wake": "seconds to move the trainer off the GPUs and back; peer: bare page-locked copies",
     "weight_sync": "ms to pass weights into SGLang; peers: per tensor, one bucket at a time",
     "step_overhead": "share of a step that neither generates nor trains, SGLang on the same GPUs",
+    "parallel_step": "tokens/s of an update of a mixture, experts or rows over ranks; peer: FSDP2 alone",
     "mismatch": "nats between log-probs of trainer and SGLang, by setting; peer: bfloat16's own error",
     "sglang_generate": "tokens/s of SGLang through our engine; peer: its own offline generate",
 }

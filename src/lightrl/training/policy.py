@@ -82,6 +82,15 @@ class Policy:
         """Stream `config.path` into shards; `frozen` (a reference) keeps compute precision and no gradients."""
         source = load.resolve_checkpoint(config.path, config.revision)
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        policy = cls.without_weights(config, hf_config, world, source=source, frozen=frozen)
+        load.load_weights(policy.model, source, trust_remote_code=config.trust_remote_code)
+        return policy
+
+    @classmethod
+    def without_weights(
+        cls, config: ModelConfig, hf_config: Any, world: World, *, source: Path, frozen: bool = False
+    ) -> Policy:
+        """Sharded, on its device, prepared for training; parameters and buffers are yet to be filled."""
         dtype = compute_dtype(config.compute_dtype, world.device)
         model = load.empty_model(
             hf_config, dtype=dtype if frozen else torch.float32, trust_remote_code=config.trust_remote_code
@@ -105,7 +114,6 @@ class Policy:
             expert_mesh=world.expert_mesh,
         )
         module.to_empty(device=world.device)
-        load.load_weights(model, source, trust_remote_code=config.trust_remote_code)
         module.eval()  # no dropout: what is trained is what was sampled from
         return cls(
             module=module,
