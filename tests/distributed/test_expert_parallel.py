@@ -176,6 +176,8 @@ def two_ranks(root: str) -> None:
         found = two_updates(models, {**case, "expert_parallel": 2})
         assert_close(found, load_file(models / f"{name}.safetensors"), name)
     routing_is_not_repeated(models)
+    reads_are_its_own(models)
+    stock_is_refused(models)
     files(models)
     streams(models)
     close_world()
@@ -197,6 +199,43 @@ def routing_is_not_repeated(models: Path) -> None:
     finally:
         expert_parallel.make_plan = inner
     assert len(made) == 2  # layers
+
+
+def reads_are_its_own(models: Path) -> None:
+    """Half of the experts on each rank, of memory and of what is read from files."""
+    from lightrl.models import load
+
+    read, inner = [], load.read_slice
+
+    def counting(*args: Any) -> Tensor:
+        part = inner(*args)
+        read.append(part.numel())
+        return part
+
+    load.read_slice = counting
+    try:
+        policy = Run(models, {"expert_parallel": 2}).policy
+    finally:
+        load.read_slice = inner
+    local = {name: p.to_local().numel() for name, p in policy.module.named_parameters()}
+    whole = {name: p.numel() for name, p in policy.module.named_parameters()}
+    assert sum(read) == sum(local.values())
+    assert all(2 * local[name] == count for name, count in whole.items() if ".experts." in name)
+
+
+def stock_is_refused(models: Path) -> None:
+    """A model that runs by code of its own would not share anything."""
+    from lightrl.errors import UserError
+    from lightrl.models import registry
+
+    inner = registry.is_own_code
+    registry.is_own_code = lambda model: False
+    try:
+        for key in ("expert_parallel", "context_parallel"):
+            with pytest.raises(UserError, match=f"^parallel.{key}: Qwen3MoeForCausalLM runs by its own code"):
+                Run(models, {key: 2})
+    finally:
+        registry.is_own_code = inner
 
 
 def files(models: Path) -> None:

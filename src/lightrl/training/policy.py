@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from lightrl.config.schema import ModelConfig
 from lightrl.distributed import fsdp
 from lightrl.distributed.mesh import World
+from lightrl.errors import UserError
 from lightrl.kernels.logprob import linear_logprobs
 from lightrl.models import experts, gated_delta, load, registry
 from lightrl.models.attention import Segments
@@ -96,6 +97,8 @@ class Policy:
             hf_config, dtype=dtype if frozen else torch.float32, trust_remote_code=config.trust_remote_code
         )
         packed = registry.packs_exactly(hf_config) and registry.is_own_code(model)
+        if not packed:
+            _refuse_spreading(model, world, frozen)
         if packed:
             registry.prepare_packed(model)
             gated_delta.prepare_training(model, world.device, dtype)
@@ -167,6 +170,16 @@ class Policy:
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
+
+
+def _refuse_spreading(model: Any, world: World, frozen: bool) -> None:
+    """UserError where experts or rows are to be spread and the model runs stock; a reference may keep its experts."""
+    for key, spread in (
+        ("parallel.expert_parallel", world.expert_mesh is not None and not frozen),
+        ("parallel.context_parallel", world.context_group is not None),
+    ):
+        if spread:
+            raise UserError(f"{key}: {type(model).__name__} runs by its own code, which does not spread: set it to 1")
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
