@@ -30,6 +30,7 @@ OPS = {
     "parallel_step": "tokens/s of an update of a mixture, experts or rows over ranks; peer: FSDP2 alone",
     "mismatch": "nats between log-probs of trainer and SGLang, by setting; peer: bfloat16's own error",
     "sglang_generate": "tokens/s of SGLang through our engine; peer: its own offline generate",
+    "quickstart_sglang": "reward of the quickstart with SGLang on the trainer's GPUs, and seconds a step",
 }
 
 

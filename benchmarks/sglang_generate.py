@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     from lightrl.config.schema import EngineConfig, SyncConfig
     from lightrl.distributed.mesh import close_world, init_world
-    from lightrl.engine.sglang import Model, SGLangEngine, child_environment
+    from lightrl.engine.sglang import Model, SGLangEngine
+    from lightrl.engine.sglang_start import child_environment
 
     folder = Path(tempfile.mkdtemp(prefix="lightrl_generate_"))
     config = model_folder(args.shape, folder)

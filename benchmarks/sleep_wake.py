@@ -118,17 +118,15 @@ def make_rows(shape: str, ranks: int, measured: dict[str, Any]) -> list[dict[str
 def measure(shape: str, repeats: int, with_engine: bool, out: Path) -> None:
     """One rank's part."""
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import Qwen3Config
+    from weight_sync import random_policy
 
-    from lightrl.distributed.fsdp import shard
     from lightrl.distributed.mesh import close_world, init_world
     from lightrl.distributed.offload import Offloader
 
     world = init_world("cuda")
-    torch.manual_seed(0)
-    with world.device:
-        model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPES[shape]), dtype=torch.float32)
-    shard(model, model, world.mesh, compute_dtype=torch.bfloat16)
+    policy = random_policy(Qwen3Config(**SHAPES[shape]), world)
+    model = policy.module
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -174,7 +172,7 @@ def measure(shape: str, repeats: int, with_engine: bool, out: Path) -> None:
             if repeat:  # the first is a warm-up
                 times[name].append(seconds)
     assert checksum(tensors) == before
-    engine = measure_engine(shape, world, model, repeats, timed) if with_engine else None
+    engine = measure_engine(world, policy, repeats, timed) if with_engine else None
     if world.is_main:
         result = {
             **times, "bytes": total, "host_gib": offloader.host_bytes / 2**30, "pageable": pageable_rate,
@@ -186,20 +184,19 @@ def measure(shape: str, repeats: int, with_engine: bool, out: Path) -> None:
 
 
 def measure_engine(
-    shape: str, world: Any, model: Any, repeats: int, timed: Callable[[Callable[[], Any]], float]
+    world: Any, policy: Any, repeats: int, timed: Callable[[Callable[[], Any]], float]
 ) -> dict[str, Any]:
-    """Seconds of SGLang's release (weights and KV cache) and of taking both again, beside the sharded `model`."""
+    """Seconds of SGLang's release (weights and KV cache) and of taking both again, beside the policy."""
     import torch
 
     from lightrl.config.schema import EngineConfig, SyncConfig
-    from lightrl.distributed.fsdp import WholeTensors
     from lightrl.engine.sglang import Model, SGLangEngine
 
     folder = Path(tempfile.mkdtemp(prefix="lightrl_sleep_"))
-    config = model.config
+    config = policy.hf_config
     config.architectures, config.dtype = ["Qwen3ForCausalLM"], torch.bfloat16
     config.save_pretrained(folder)
-    stream = WholeTensors.of(model, model, torch.bfloat16)
+    stream = policy.stream()
     engine = SGLangEngine(
         Model(
             path=folder, layout=stream.layout(), eos_token_ids=[0], decode=str, dtype=torch.bfloat16,

@@ -81,6 +81,10 @@ class Engine:
         self.server_args = arguments
         print("starting with", arguments, flush=True)
         if arguments["model_path"] == "orphan": print("sleeper", subprocess.Popen(["sleep", "600"]).pid, flush=True)
+        taken = pathlib.Path(arguments["model_path"], "port_taken")  # a letter for each start that meets it
+        if taken.is_file() and (left := taken.read_text()):
+            taken.write_text(left[1:])
+            raise RuntimeError("[Errno 98] Address already in use")
         if arguments["model_path"] == "full": raise RuntimeError("CUDA out of memory")
         if arguments["model_path"] == "silent": time.sleep(600)
         if arguments["model_path"] == "exits":

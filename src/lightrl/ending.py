@@ -140,6 +140,10 @@ def told_when_stopped(where: Callable[[], str]) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         _say(where)
+        if under_torchrun():  # a thread that waits for other ranks may be left, which must not come back meanwhile
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(128 + signal.SIGINT)
         sys.exit(128 + signal.SIGINT)
 
 

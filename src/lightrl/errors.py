@@ -1,7 +1,26 @@
-"""Errors that are the user's to fix."""
+"""Errors that are the user's to fix, and which of two errors is told."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable
 
 
 class UserError(ValueError):
     """Wrong input: the message names the key, file:line or sample, and the fix. The command line exits with 2."""
+
+
+def end(part: Callable[[], object]) -> None:
+    """Call what ends a part of a run. Where another error is on its way, which is why it ends, what fails here becomes
+    its note: the first reason is the one to be seen.
+
+    Ranks end each on its own. Where several share an engine, the GPUs of all but the first are still full of it, and
+    training state that was away finds no room to come back to.
+    """
+    first = sys.exception()
+    try:
+        part()
+    except Exception as error:
+        if first is None:
+            raise
+        first.add_note(f"(while that ended: {type(error).__name__}: {error})")

@@ -156,7 +156,7 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def check(model: nn.Module, tensors: list[tuple[str, Tensor]], folder: Path) -> dict[str, Any]:
+def check(model: nn.Module, tensors: list[tuple[str, Tensor]]) -> dict[str, Any]:
     """Load twice, SGLang's way and ours, and compare."""
     with torch.no_grad():
         model.load_weights((name, tensor.clone()) for name, tensor in tensors)  # type: ignore[operator]
@@ -165,7 +165,7 @@ def check(model: nn.Module, tensors: list[tuple[str, Tensor]], folder: Path) -> 
         for tensor in memory(model).values():
             tensor.fill_(7)
     layout = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
-    sender = BucketSender(plan_buckets(layout, 3000), torch.device("cpu"), folder / "mailbox")
+    sender = BucketSender(plan_buckets(layout, 3000), torch.device("cpu"))
     sender.mailbox.begin()
     receiver.open_buffers(model, pickle.loads(base64.b64decode(sender.introduction())))
     sender.wait_done()
@@ -210,7 +210,7 @@ def main(folder: Path, chosen: list[str]) -> None:
                 for module in model.modules():
                     if name.endswith("gpu") and hasattr(module, "use_padded_loading"):
                         module.use_padded_loading = False
-                report = check(model, tensors, folder)
+                report = check(model, tensors)
         except Exception as error:
             traceback.print_exc()
             report = {"error": f"{type(error).__name__}: {error}"}

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import contract
 import pytest
 import torch
+import torch.distributed as dist
 from fake_sglang import FakeSGLang, serve
 from tiny_models import CONFIGS, CONTEXT, EOS, VOCAB, stock
 from torch import Tensor
@@ -25,8 +27,9 @@ from lightrl.engine.sglang import Model
 from lightrl.engine.sglang_http import Server, ServerError, UnreachableError
 from lightrl.engine.sglang_server import SGLangServers
 from lightrl.errors import UserError
-from lightrl.sync.broadcast import filled, own_address, plan
-from lightrl.sync.peers import SyncError, spawn, together
+from lightrl.sync.broadcast import filled, own_address, plan, serve_store
+from lightrl.sync.peers import SyncError, together
+from lightrl.threads import spawn
 from lightrl.types import Status
 
 PAUSES = (0.01, 0.01)
@@ -390,6 +393,26 @@ def test_buckets_and_addresses() -> None:
     names = [[p.name for p in b] for b in plan([(n, s, torch.float32) for n, s in layout], 64)]
     assert names == [["embed"], ["m.0.a", "m.0.b"], ["m.1.a", "m.1.b"], ["head"]]
     assert own_address(["http://127.0.0.1:1"]) == "127.0.0.1"
+
+
+def test_the_store_listens_where_it_is_asked_to_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = timedelta(seconds=5)
+    for address in ("127.0.0.1", "localhost"):
+        store = serve_store(address, 0, limit)
+        dist.TCPStore(address, store.port, is_master=False, wait_for_workers=False, timeout=limit).set("a", "b")
+        assert store.get("a") == b"b"
+        with pytest.raises(ConnectionRefusedError):  # another address of this machine
+            socket.create_connection(("127.0.0.2", store.port), timeout=5)
+        with pytest.raises(OSError, match="in use"):
+            serve_store(address, store.port, limit)
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(dist, "TCPStore", lambda *places, **more: asked.append((*places, "master_listen_fd" in more)))
+    serve_store("192.0.2.1", 77, limit)  # not this machine's own: what it is here is unknown
+    lookup = socket.getaddrinfo
+    own = {"node7": "127.0.1.1"}  # as many systems call themselves; for others it is another address
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *args, **more: lookup(own.get(name, name), *args, **more))
+    serve_store("node7", 77, limit)
+    assert asked == [("192.0.2.1", 77, False), ("node7", 77, False)]
 
 
 def test_what_hangs_is_left_behind() -> None:

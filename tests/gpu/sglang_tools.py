@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from lightrl.training.trainer import Trainer
 from lightrl.types import SampleGroup
 
 MIB, GIB = 1 << 20, 1 << 30
+LEFT_OVER = 256 * MIB
+"""Two starts of an engine differ by less (what of CUDA was loaded); one that stays behind holds 2 GiB or more."""
 # SGLang's kernels want heads of 64 or more
 SHAPE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "max_position_embeddings": 512}
 QWEN3 = {
@@ -156,7 +158,7 @@ def watch(engine: SGLangEngine, strike: Callable[[], None] | None = None, after:
     generate, one, send = engine.generate, engine._one, engine._pass
 
     async def generating(request: GenerateRequest) -> list[Completion]:
-        seen.asked[engine._restarts] += [(request.id, seed) for seed in request.seeds or ()]
+        seen.asked[engine._restarts] += [(request.id, seed) for seed in seeds_of(request)]
         try:
             return await generate(request)
         finally:
@@ -166,7 +168,7 @@ def watch(engine: SGLangEngine, strike: Callable[[], None] | None = None, after:
     async def answering(host: Any, request: GenerateRequest, number: int) -> Completion:
         completion = await one(host, request, number)
         answered = seen.answered[engine._restarts]
-        answered[request.id, (request.seeds or ())[number]] = completion
+        answered[request.id, seeds_of(request)[number]] = completion
         if strike is not None and len(answered) == after and seen.struck is None:
             seen.struck = time.monotonic()
             strike()
@@ -179,6 +181,11 @@ def watch(engine: SGLangEngine, strike: Callable[[], None] | None = None, after:
 
     engine.generate, engine._one, engine._pass = generating, answering, sending  # type: ignore[method-assign]
     return seen
+
+
+def seeds_of(request: GenerateRequest) -> Sequence[int]:
+    """An answer's number in the place of its seed where it has none."""
+    return request.seeds or range(request.n)
 
 
 def unwatch(engine: SGLangEngine) -> None:
@@ -304,9 +311,9 @@ def num_values(trainer: Trainer) -> int:
 
 
 def shards(trainer: Trainer) -> list[torch.Tensor]:
-    """Copies of this rank's float32 parameters."""
+    """Copies of this rank's float32 parameters, on the host: they are not to count as the GPU's memory."""
     trainer.policy.reclaim()  # shards again, if a forward or the engine left whole parameters
-    return [_local(p).clone() for p in trainer.policy.parameters()]
+    return [_local(p).to("cpu", copy=True) for p in trainer.policy.parameters()]
 
 
 def put_back(trainer: Trainer, copies: list[torch.Tensor]) -> None:

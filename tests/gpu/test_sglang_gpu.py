@@ -20,6 +20,7 @@ from engine import contract
 from engine.tiny_models import CONTEXT, EOS, SMALL, VOCAB, stock
 from gpu.sglang_tools import (
     GIB,
+    LEFT_OVER,
     MIB,
     SHAPE,
     check_logprobs,
@@ -91,6 +92,7 @@ def greedy(engine: SGLangEngine, name: str, **sampling: Any) -> Any:
 
 def test_ends_of_answers(engine: SGLangEngine) -> None:
     contract.check_bad_requests(engine, VOCAB, CONTEXT)
+    greedy(engine, "first")  # now the prompt is cached: what follows is computed alike
     free = greedy(engine, "free")
     assert (len(free.tokens), free.status, free.policy_versions) == (24, Status.TRUNCATED, [7])
     stop = free.tokens[7]
@@ -198,6 +200,7 @@ def test_settings_that_cannot_work(model: torch.nn.Module, tmp_path: Path, monke
 
 def test_memory_that_somebody_took_meanwhile(engine: SGLangEngine, model: torch.nn.Module) -> None:
     """No room for the KV cache to come back: the error's first line says what to change, and the restart works."""
+    engine.flush_cache()  # as after a start: what is computed anew may round otherwise
     answer = greedy(engine, "before").tokens
     before, old = memory_in_use(), processes(engine)
     engine.offload()
@@ -223,7 +226,7 @@ def test_memory_that_somebody_took_meanwhile(engine: SGLangEngine, model: torch.
     assert greedy(engine, "after").tokens == answer
     after = memory_in_use()
     print(f"restarted in {seconds:.0f} s; in use before {before / MIB:.0f}, after {after / MIB:.0f} MiB")
-    assert abs(after - before) <= 64 * MIB
+    assert abs(after - before) <= LEFT_OVER
 
 
 def test_a_scheduler_that_is_stopped(engine: SGLangEngine) -> None:

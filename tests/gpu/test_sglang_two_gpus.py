@@ -146,13 +146,13 @@ def test_two_engines_learn_then_a_rank_is_killed_in_a_sync(
     make_files(tmp_path)
     more = sections(run={"device": "cuda", "steps": STEPS}, sync={"verify_every": 5}, checkpoint={"every": 0})
     with pytest.raises(pytest.fail.Exception) as failure:
-        run_distributed(learn_then_lose_a_rank, 2, tmp_path, json.dumps(more), timeout=240, env=ENVIRONMENT)
+        run_distributed(learn_then_lose_a_rank, 2, tmp_path, json.dumps(more), timeout=420, env=ENVIRONMENT)
     text = str(failure.value)
     assert "not over after" not in text, text
     assert (tmp_path / "killed_at").exists(), text
     seconds = time.time() - float((tmp_path / "killed_at").read_text())
     print(f"over {seconds:.1f} s after the rank was killed")
-    assert seconds < 60  # torchrun gives the other rank 30 s to end by itself
+    assert seconds < 90  # torchrun gives the other rank 30 s to end by itself
     assert "SIGKILL" in text, text
     assert "went on without" not in text
     rewards = rewards_of(tmp_path)
@@ -166,7 +166,7 @@ def test_an_engine_over_both_learns_and_is_killed(tmp_path: Path, run_distribute
     more = sections(
         run={"device": "cuda", "steps": STEPS}, engine=engine, sync={"verify_every": 5}, checkpoint={"every": 0}
     )
-    output = run_distributed(learn_and_lose_the_engine, 2, tmp_path, json.dumps(more), timeout=300, env=ENVIRONMENT)
+    output = run_distributed(learn_and_lose_the_engine, 2, tmp_path, json.dumps(more), timeout=480, env=ENVIRONMENT)
     print(*(line for line in output.splitlines() if "noticed after" in line))
     rewards = rewards_of(tmp_path)
     assert sum(rewards[-5:]) > 2 * sum(rewards[1:6])

@@ -170,7 +170,7 @@ def test_deterministic_runs_repeat_and_resume_to_the_bit(tmp_path: Path, run_dis
         tiny_run.make_data(tmp_path / name / "data.jsonl")
         for steps in stops:
             run = {"steps": steps, "device": "cuda", "deterministic": True}
-            run_distributed(script, 1, tmp_path / name, json.dumps(base | {"run": run}))
+            run_distributed(script, 1, tmp_path / name, json.dumps(base | {"run": run}), timeout=240)
     whole, broken = (tiny_run.exported(tmp_path / name, 6) for name in ("whole", "broken"))
     assert whole.keys() == broken.keys()
     for name, tensor in whole.items():

@@ -37,7 +37,7 @@ def test_two_ranks_equal_one(tmp_path: Path, run_distributed) -> None:
                 (tmp_path / f"{device}_{name}.json").write_text(json.dumps(metrics))
         finally:
             close_world()
-    print(run_distributed(compare_gradients, 2, tmp_path / "models", tmp_path))
+    print(run_distributed(compare_gradients, 2, tmp_path / "models", tmp_path, timeout=300))
 
 
 def compare_gradients(models: str, reference: str) -> None:
@@ -77,7 +77,7 @@ def test_other_numbers_of_ranks(tmp_path: Path, run_distributed) -> None:
                 "parallel": {} if shard_size is None else {"shard_size": shard_size},
                 "eval": {"every": 2, "sets": [eval_set]},
             }
-            run_distributed(Path(tiny_run.__file__), ranks, tmp_path / name, json.dumps(sections))
+            run_distributed(Path(tiny_run.__file__), ranks, tmp_path / name, json.dumps(sections), timeout=240)
     for step in (2, 4, 6):
         one, many = (tiny_run.exported(tmp_path / name, step) for name in plans)
         for name, tensor in one.items():
@@ -125,7 +125,7 @@ def fail_in_the_update(folder: str) -> None:
 def test_a_rank_that_fails_takes_the_run_down(tmp_path: Path, run_distributed, target) -> None:
     tiny_run.make_run(tmp_path)
     with pytest.raises(pytest.fail.Exception) as failure:
-        run_distributed(target, 2, tmp_path, timeout=150)
+        run_distributed(target, 2, tmp_path, timeout=240)
     assert "this rank gives up" in str(failure.value)
     assert "not over after" not in str(failure.value)
 
@@ -169,4 +169,4 @@ def wait_on_the_host(folder: str) -> None:
 
 def test_nobody_waits_in_nccl_while_others_generate(tmp_path: Path, run_distributed) -> None:
     tiny_run.make_run(tmp_path)
-    run_distributed(wait_on_the_host, 2, tmp_path, timeout=150)
+    run_distributed(wait_on_the_host, 2, tmp_path, timeout=240)

@@ -7,6 +7,8 @@ import itertools
 import os
 import pickle
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -126,9 +128,9 @@ def test_a_tensor_beyond_the_limit_is_cut_between_rows() -> None:
 class Pair:
     """Both sides: a sender, and a model that receives in a thread."""
 
-    def __init__(self, folder: Path, model: nn.Module, limit: int = 1024) -> None:
+    def __init__(self, model: nn.Module, limit: int = 1024) -> None:
         self.model = model
-        self.sender = BucketSender(plan_buckets(layout(weights()), limit), CPU, folder / f"mailbox{model.rank}")
+        self.sender = BucketSender(plan_buckets(layout(weights()), limit), CPU)
         self.sender.mailbox.begin()
         receiver.open_buffers(model, pickle.loads(base64.b64decode(self.sender.introduction())))
         self.sender.mailbox.wait("drained", len(self.sender.plan.buckets) + 1, timeout=1)
@@ -147,9 +149,9 @@ class Pair:
 # 2: every element alone; 6: three of a row's four; 24: three rows; 40: the embedding of 80 bytes in two
 @pytest.mark.parametrize("limit", [2, 6, 24, 40, 300, 1024, 1 << 20])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_values_arrive_where_the_models_own_loader_puts_them(tmp_path: Path, rank: int, limit: int) -> None:
+def test_values_arrive_where_the_models_own_loader_puts_them(rank: int, limit: int) -> None:
     model = FusedModel(rank)
-    pair = Pair(tmp_path, model, limit)
+    pair = Pair(model, limit)
     assert all(buffer.numel() <= limit for buffer in pair.sender.shared.buffers)
     for parameter in (model.embed[:5], *model.qkv, *model.o, model.norm):
         assert bool((parameter == 7).all())  # a rehearsal copies nothing
@@ -170,11 +172,11 @@ class Deriving(FusedModel):
         self.double = self.norm.detach() * 2
 
 
-def test_what_is_derived_is_renewed_with_each_sync(tmp_path: Path) -> None:
+def test_what_is_derived_is_renewed_with_each_sync() -> None:
     model = Deriving()
     model.post_load_weights()
     double = model.double  # a CUDA graph would know its address
-    pair = Pair(tmp_path, model)
+    pair = Pair(model)
     for seed in range(2):
         pair.run(receiver.receive, weights(seed))
         assert model.double is double
@@ -216,9 +218,9 @@ def test_buffers_on_a_cpu_are_shared_without_a_name() -> None:
     assert buffers[1][7] == 3  # who has them keeps them
 
 
-def test_verification_names_what_differs(tmp_path: Path) -> None:
+def test_verification_names_what_differs() -> None:
     model = FusedModel()
-    pair = Pair(tmp_path, model)
+    pair = Pair(model)
     pair.run(receiver.receive, weights())
     with torch.no_grad():
         model.qkv[1][3, 2] += 1  # the second row of k
@@ -257,35 +259,33 @@ class Larger(FusedModel):
     ("model", "message"),
     [(Skipping, "takes nothing from layers.1.v"), (Scaling, "norm.weight goes through aten.mul"), (Larger, "vision")],
 )
-def test_models_that_would_be_synchronised_wrongly_are_refused(
-    tmp_path: Path, model: type[FusedModel], message: str
-) -> None:
+def test_models_that_would_be_synchronised_wrongly_are_refused(model: type[FusedModel], message: str) -> None:
     with pytest.raises(MailboxError, match=message):
-        Pair(tmp_path, model())
+        Pair(model())
 
 
-def test_other_tensors_than_planned_are_refused(tmp_path: Path) -> None:
+def test_other_tensors_than_planned_are_refused() -> None:
     for wrong, message in (
         (weights()[::-1], "expected embed.weight in the plan's order, got norm.weight"),
         (weights()[:-1], "nothing came for norm.weight"),
         ([*weights(), ("extra", torch.zeros(1))], "expected nothing more in the plan's order, got extra"),
         ([("embed.weight", torch.zeros(11, 4)), *weights()[1:]], r"embed.weight: shape \[11, 4\], planned \[10, 4\]"),
     ):
-        pair = Pair(tmp_path, FusedModel())
+        pair = Pair(FusedModel())
         with pytest.raises(ValueError, match=message):
             pair.run(receiver.receive, wrong)
 
 
-def test_a_failing_receiver_is_reported_to_the_sender(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    pair = Pair(tmp_path, FusedModel())
+def test_a_failing_receiver_is_reported_to_the_sender(capfd: pytest.CaptureFixture[str]) -> None:
+    pair = Pair(FusedModel())
     pair.model.__dict__["_lightrl_receiver"].parts[2] = [("layers.1.q", torch.zeros(3), torch.zeros(2))]
     with pytest.raises(MailboxError, match="RuntimeError: The size of tensor"):
         pair.run(receiver.receive, weights())
     assert "Traceback" in capfd.readouterr().err  # for the engine's log
 
 
-def test_waiting_ends(tmp_path: Path) -> None:
-    box = Mailbox(tmp_path / "box", create=True)
+def test_waiting_ends() -> None:
+    box = Mailbox()
     with pytest.raises(MailboxError, match="nothing from the other side"):
         box.wait("filled", 1, timeout=0.05)
 
@@ -303,3 +303,32 @@ def test_waiting_ends(tmp_path: Path) -> None:
     other.fail("x" * 100_000)  # more than fits
     with pytest.raises(MailboxError, match=r"^x{60000}"):
         box.wait("filled", 1, timeout=1)
+
+
+MAKER = """
+import sys, time
+from lightrl.sync.mailbox import Mailbox
+box = Mailbox()
+box.begin()
+print(box.path, flush=True)
+box.wait("drained", 3, timeout=60)
+print("seen", flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_of_a_killed_trainer_stays(tmp_path: Path) -> None:
+    """Another process opens its mailbox; no file of it is in the folder for temporary ones."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE, text=True, env=environment) as trainer:
+        assert trainer.stdout is not None
+        try:
+            path = Path(trainer.stdout.readline().strip())
+            ours = Mailbox(path)
+            ours.set("drained", 3)
+            assert trainer.stdout.readline() == "seen\n"
+        finally:
+            trainer.kill()
+    assert not list(tmp_path.iterdir())
+    assert not path.exists()
+    ours.close()

@@ -13,7 +13,7 @@ import pytest
 import lightrl
 
 PACKAGE = Path(lightrl.__file__).parent
-RECORDS = "lightrl.errors lightrl.types"
+RECORDS = "lightrl.errors lightrl.types lightrl.threads"
 SECTION = f"{RECORDS} lightrl.config.schema"
 LIBRARY = (
     "lightrl.algorithms lightrl.config lightrl.data lightrl.distributed lightrl.engine.base lightrl.errors "
@@ -46,9 +46,11 @@ RULES = {
     "data": f"numpy {SECTION} lightrl.hooks | datasets pyarrow transformers",
     "rewards": f"{SECTION} lightrl.hooks | math_verify torch",
     "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models |",
-    "engine.sglang": f"torch {SECTION} lightrl.engine lightrl.sync |",
+    "engine.sglang": f"torch {SECTION} lightrl.distributed.waiting lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
-    "engine.sglang_host": "lightrl.engine.sglang_frames lightrl.engine.sglang_versions | sglang",
+    "engine.sglang_host": "lightrl.engine.sglang_answers lightrl.engine.sglang_frames lightrl.engine.sglang_versions "
+    "| sglang",
+    "engine.sglang_answers": "|",
     "engine.sglang_versions": "|",
     "engine.sglang_receiver": "torch lightrl.sync lightrl.engine |",
     "engine.sglang_rehearsal": "torch lightrl.sync lightrl.engine |",
@@ -59,7 +61,15 @@ RULES = {
 }
 # torchrun's variables; SGLang's; its servers' key; who prints an error before torch is there; OMP_WAIT_POLICY.
 MAY_READ_ENVIRONMENT = {
-    *("distributed/mesh.py", "engine/sglang.py", "engine/sglang_server.py", "ending.py", "doctor.py", "threads.py")
+    *(
+        "distributed/mesh.py",
+        "engine/sglang.py",
+        "engine/sglang_start.py",
+        "engine/sglang_server.py",
+        "ending.py",
+        "doctor.py",
+        "threads.py",
+    )
 }
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 

@@ -17,7 +17,7 @@ import pytest
 from sglang_stand_in import HANG, install, wait_until_gone
 
 from lightrl.config.schema import EngineConfig
-from lightrl.engine import sglang
+from lightrl.engine import sglang_start
 from lightrl.engine.base import EngineLostError, SamplingParams
 from lightrl.engine.sglang_memory import memory_hint
 from lightrl.engine.sglang_process import HostProcess
@@ -33,7 +33,7 @@ SETTINGS = {
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., HostProcess]]:
-    environment = sglang.child_environment({**os.environ, "PYTHONPATH": str(install(tmp_path))})
+    environment = sglang_start.child_environment({**os.environ, "PYTHONPATH": str(install(tmp_path))})
     started: list[HostProcess] = []
 
     def begin(args: dict[str, Any] | None = None, start_timeout: float = 60, **settings: Any) -> HostProcess:
@@ -265,7 +265,7 @@ def test_nothing_outlives_a_killed_trainer(start: Callable[..., HostProcess], tm
 
 
 def test_environment() -> None:
-    kept = sglang.child_environment({
+    kept = sglang_start.child_environment({
         "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "3", "TORCHELASTIC_RUN_ID": "x", "HOME": "/h",
         "PYTHONPATH": "/p", "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "1",
     })  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,12 +19,13 @@ import pytest
 import torch
 from sglang_stand_in import HANG, install, introduction, wait_until_gone
 
-from lightrl.config.schema import EngineConfig, SyncConfig
-from lightrl.engine import sglang
+from lightrl.config.schema import EngineConfig, RunConfig, SyncConfig
+from lightrl.engine import sglang, sglang_start
 from lightrl.engine.base import EngineLostError, GenerateRequest, Restartable, SamplingParams
 from lightrl.engine.sglang import Model, SGLangEngine
 from lightrl.sync.buckets import BucketSender
 from lightrl.sync.mailbox import Mailbox, MailboxError, MailboxTimeoutError
+from lightrl.training import setup
 from lightrl.types import Status
 
 GROUPS = [[("a", torch.arange(300.0))], [("b", torch.ones(300))], [("c", torch.ones(300)), ("d", torch.ones(4))]]
@@ -183,7 +186,7 @@ def test_engines_of_two_machines_share_no_log(tmp_path: Path, monkeypatch: pytes
             pass
 
     monkeypatch.setattr(sglang, "check_platform", lambda *_: None)
-    monkeypatch.setattr(sglang, "HostProcess", Host)
+    monkeypatch.setattr(sglang_start, "HostProcess", Host)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 100))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -196,12 +199,64 @@ def test_engines_of_two_machines_share_no_log(tmp_path: Path, monkeypatch: pytes
         SGLangEngine(
             model, EngineConfig(kind="sglang"), SyncConfig(), device=torch.device("cuda", 0), log_dir=tmp_path, seed=5
         )
-    assert started == [("sglang_gpu0.log", 0, 5), ("sglang_gpu8.log", 0, 13)]
+    assert [(log, gpu) for log, gpu, _ in started] == [("sglang_gpu0.log", 0), ("sglang_gpu8.log", 0)]
+    assert started[0][2] != started[1][2]
+
+
+def seeds_of(folder: Path) -> list[int]:
+    """That SGLang was started with, in turn."""
+    return [int(seed) for seed in re.findall(r"'random_seed': (\d+)", (folder / "sglang_cpu0.log").read_text())]
+
+
+def test_a_restarted_engine_does_not_draw_again_what_it_drew(engine: SGLangEngine, tmp_path: Path) -> None:
+    engine.restart()
+    engine.restart()
+    seeds = seeds_of(tmp_path)
+    assert len(set(seeds)) == len(seeds) == 3
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_a_run_that_goes_on_does_not_draw_again_what_it_drew(tmp_path: Path) -> None:
+    """Streams depend on run, engine, restarts and the step that a run goes on from, and on nothing else."""
+
+    def seed(run: int, *, resume: bool = True, number: int = 0, restarts: int = 0) -> int:
+        config = RunConfig(dir=str(tmp_path), seed=run, resume=resume)
+        return sglang_start.stream_seed(setup.engine_seed(config), number, restarts)
+
+    def seeds() -> dict[tuple[int, int, int], int]:
+        return {(r, n, k): seed(r, number=n, restarts=k) for r in (0, 1, 2**64 - 1) for n in (0, 1) for k in (0, 1)}
+
+    found = [seeds()]
+    for step in (3, 12):
+        folder = tmp_path / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"step": step}))
+        (folder / "COMMITTED.json").touch()
+        found.append(seeds())
+        assert seeds() == found[-1]
+        assert seed(1, resume=False) == found[0][1, 0, 0]
+    assert len({value for one in found for value in one.values()}) == 3 * len(found[0])
+
+
+def test_a_port_that_was_taken_meanwhile(engine: SGLangEngine, tmp_path: Path) -> None:
+    """Once more with another; not for ever."""
+
+    def ports() -> list[str]:
+        return re.findall(r"'port': (\d+)", (tmp_path / "sglang_cpu0.log").read_text())
+
+    (tmp_path / "port_taken").write_text("x")
+    engine.restart()
+    assert not engine.lost
+    assert len(set(ports())) == 3
+    (tmp_path / "port_taken").write_text("xx")
+    with pytest.raises(EngineLostError, match=r"(?s)Address already in use.*starting with"):
+        engine.restart()
+    assert len(ports()) == 5
 
 
 def test_a_receiver_waits_for_a_trainer_that_lives(tmp_path: Path) -> None:
-    sender = Mailbox(tmp_path / "mailbox", create=True)
-    receiver = Mailbox(tmp_path / "mailbox")
+    sender = Mailbox()
+    receiver = Mailbox(sender.path)
     sender.begin()
     receiver.check_sender()
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -212,8 +267,8 @@ def test_a_receiver_waits_for_a_trainer_that_lives(tmp_path: Path) -> None:
 
 
 def test_a_sender_waits_for_a_receiver_that_gets_on(tmp_path: Path) -> None:
-    sender = Mailbox(tmp_path / "mailbox", create=True)
-    receiver = Mailbox(tmp_path / "mailbox")
+    sender = Mailbox()
+    receiver = Mailbox(sender.path)
     sender.begin()
 
     def slow() -> None:

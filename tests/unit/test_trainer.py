@@ -579,6 +579,38 @@ def test_what_was_made_is_ended_where_a_later_part_cannot_be_made(tmp_path, monk
     assert ended == ["engine", "scorer"]
 
 
+def test_the_first_reason_is_told_not_what_fails_in_ending(tmp_path, monkeypatch):
+    """On a rank that shares an engine with others, state that was away finds its GPU full."""
+    from lightrl.distributed.offload import TrainingState
+    from lightrl.training import setup
+
+    def full(_):
+        raise UserError("cuda:1: 9 GiB of training state do not fit back")
+
+    monkeypatch.setattr(TrainingState, "close", full)
+    trainer = Trainer(tiny_run.make_run(tmp_path))
+
+    def run():
+        try:
+            raise KeyError("the reason")
+        finally:
+            trainer.close()
+
+    with pytest.raises(KeyError, match="the reason") as error:
+        run()
+    assert error.value.__notes__ == ["(while that ended: UserError: cuda:1: 9 GiB of training state do not fit back)"]
+
+    def fail(*_):
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "warnings", fail)
+        with pytest.raises(RuntimeError, match=r"^no\n\(while that ended: "):
+            Trainer(tiny_run.make_run(tmp_path))
+    with pytest.raises(UserError, match="do not fit back"):  # there is no other
+        Trainer(tiny_run.make_run(tmp_path)).close()
+
+
 def test_export_replaces_nothing_unasked(trainer_for, tmp_path):
     trainer, folder = trainer_for(), tmp_path / "mine"
     folder.mkdir()

@@ -1,18 +1,20 @@
 """Every setting of a run: one frozen dataclass a section, docs beside the fields.
 
-Ranges are checked in the section (`Field`), rules between sections in `Config.validate`. No torch here: config errors
-and `--help` answer at once. Optional fields default to None, because TOML has no null and a dump must reload.
+Ranges are checked in the section (`Field`), rules between sections in `Config.validate` and `rules.py`. No torch here:
+config errors and `--help` answer at once. Optional fields default to None, because TOML has no null and a dump must
+reload.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
+
+from lightrl.config import rules
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -25,8 +27,6 @@ Seconds = Annotated[float, Field(gt=0, le=10**7)]
 CODE = "names code"
 Code = Annotated[str, CODE]
 """A rule, or `package.module:function`: the command line looks for it before anything starts."""
-LOWEST_TEMPERATURE = 0.01
-"""Below, float32 log-probs of what was sampled are no longer told from rounding; greedy (0) is for evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -130,7 +130,7 @@ class RolloutConfig:
     """Samples a prompt."""
     max_response_tokens: PositiveInt = 1024
     """Longest response."""
-    temperature: Annotated[float, Field(ge=LOWEST_TEMPERATURE)] = 1.0
+    temperature: Annotated[float, Field(ge=rules.LOWEST_TEMPERATURE)] = 1.0
     """Sampling temperature; the trainer's log-probs use the same."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling. Below 1 the engine's distribution is no longer the one that is trained."""
@@ -449,83 +449,9 @@ class Config:
             problems.append(("model.reference_path", "a reference is only used with algorithm.kl_coef > 0"))
         if self.eval.every and not self.eval.sets:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
-        problems += self._engine_problems()
-        problems += self._sampling_problems() + self._filter_problems() + self._set_problems()
+        problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
-        return problems
-
-    def _sampling_problems(self) -> list[tuple[str, str]]:
-        problems = []
-        if "" in self.rollout.stop:
-            problems.append(("rollout.stop", "an empty string is in every response; remove it"))
-        if any(token < 0 for token in self.rollout.stop_token_ids):
-            problems.append(("rollout.stop_token_ids", "token ids are not negative"))
-        if any(0 < s.temperature < LOWEST_TEMPERATURE for s in self.eval.sets):
-            problems.append(("eval.sets", f"a temperature is 0 (greedy) or at least {LOWEST_TEMPERATURE}"))
-        return problems
-
-    def _filter_problems(self) -> list[tuple[str, str]]:
-        rollout = self.rollout
-        if rollout.filter == "none":
-            if rollout.oversample_prompts is not None:
-                return [("rollout.oversample_prompts", "only used with a rollout.filter: set one, or drop it")]
-            return []
-        problems = []
-        if rollout.filter != "nonzero_std" and ":" not in rollout.filter:
-            text = f"no filter {rollout.filter!r}: choose 'none', 'nonzero_std' or 'package.module:function'"
-            problems.append(("rollout.filter", text))
-        if rollout.filter == "nonzero_std" and rollout.group_size == 1:
-            problems.append(("rollout.filter", "no group of one has rewards that differ: raise rollout.group_size"))
-        if rollout.oversample_prompts is not None and rollout.oversample_prompts < rollout.prompts_per_step:
-            text = f"{rollout.oversample_prompts} are fewer than rollout.prompts_per_step = {rollout.prompts_per_step}"
-            problems.append(("rollout.oversample_prompts", f"{text}: raise it, or drop it"))
-        return problems
-
-    def _set_problems(self) -> list[tuple[str, str]]:
-        """Names of sets are in metrics and, with other characters replaced, in files."""
-        names = [s.name for s in self.eval.sets]
-        problems = [
-            ("eval.sets", f"two sets are named {n!r}") for n in sorted({n for n in names if names.count(n) > 1})
-        ]
-        if any(not 0 < len(n.strip()) <= 80 for n in names):
-            problems.append(("eval.sets", "a set's name has 1 to 80 characters"))
-        files: dict[str, str] = {}
-        for name in dict.fromkeys(names):
-            other = files.setdefault(re.sub(r"[^\w.-]+", "-", name), name)
-            if other != name:
-                problems.append(("eval.sets", f"{other!r} and {name!r} would write the same files; rename one"))
-        return problems
-
-    def _engine_problems(self) -> list[tuple[str, str]]:
-        if self.engine.kind == "sglang_server":
-            return self._server_problems()
-        if self.engine.urls:
-            return [("engine.urls", "they are used by engine.kind = 'sglang_server': set it, or remove them")]
-        if self.engine.kind == "sglang":
-            if self.run.device == "cpu" and self.engine.tensor_parallel > 1:
-                return [("engine.tensor_parallel", "engines on a CPU are not split: set it to 1")]
-            return []
-        if self.engine.tensor_parallel > 1:
-            return [("engine.tensor_parallel", "only SGLang splits an engine over ranks: set engine.kind = 'sglang'")]
-        if self.engine.args:
-            return [("engine.args", "they are SGLang's: set engine.kind = 'sglang', or remove them")]
-        return []
-
-    def _server_problems(self) -> list[tuple[str, str]]:
-        engine, problems = self.engine, []
-        if not engine.urls:
-            problems.append(("engine.urls", "list the servers, such as ['http://node7:30000']"))
-        if len(set(engine.urls)) < len(engine.urls):
-            problems.append(("engine.urls", "a server is listed twice"))
-        for url in engine.urls:
-            if re.fullmatch(r"https?://(\[[\da-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?(/[\w./-]*)?", url) is None:
-                shown = re.sub(r"//.*@", "//…@", url)
-                problems.append(("engine.urls", f"{shown!r} is not of the form http://HOST:PORT (keys: api_key_env)"))
-        if engine.tensor_parallel > 1:
-            problems.append(("engine.tensor_parallel", "servers are split by their own --tp-size: remove it"))
-        if engine.args:
-            problems.append(("engine.args", "servers take their arguments where they are started: remove them"))
         return problems
 
     def required(self) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightrl.distributed.waiting import waiting
 from lightrl.errors import UserError
 
 T = TypeVar("T")
@@ -48,12 +49,14 @@ class World:
         if self.size == 1:
             return [record]
         records: list[Any] = [None] * self.size
-        dist.all_gather_object(records, record, group=self.cpu_group)
+        with waiting(self.cpu_group):
+            dist.all_gather_object(records, record, group=self.cpu_group)
         return records
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier(group=self.cpu_group)
+            with waiting(self.cpu_group):
+                dist.barrier(group=self.cpu_group)
 
     def exchange(self, outgoing: list[list[Any]]) -> list[Any]:
         """Send `outgoing[r]` to rank r; returns what came in, by sender. Only what changes rank travels."""
@@ -64,13 +67,14 @@ class World:
         sizes = self.gather([blob.numel() for blob in blobs])
         incoming = [torch.empty(sizes[sender][self.rank], dtype=torch.uint8) for sender in range(self.size)]
         received = torch.empty(sum(t.numel() for t in incoming), dtype=torch.uint8)
-        dist.all_to_all_single(
-            received,
-            torch.cat(blobs),
-            [t.numel() for t in incoming],
-            [blob.numel() for blob in blobs],
-            group=self.cpu_group,
-        )
+        with waiting(self.cpu_group):
+            dist.all_to_all_single(
+                received,
+                torch.cat(blobs),
+                [t.numel() for t in incoming],
+                [blob.numel() for blob in blobs],
+                group=self.cpu_group,
+            )
         parts = received.split([t.numel() for t in incoming])
         return [
             record

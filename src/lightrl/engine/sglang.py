@@ -10,12 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrl.config.schema import EngineConfig, SyncConfig
+from lightrl.distributed.waiting import waiting
 from lightrl.engine.base import Completion, EngineLostError, GenerateRequest
 from lightrl.engine.sampling import check_request
-from lightrl.engine.sglang_memory import memory_hint
 from lightrl.engine.sglang_process import HostProcess
 from lightrl.engine.sglang_requests import Model, Stops, completion_of, needs_watching, sampling_parameters
-from lightrl.engine.sglang_versions import version_problem
+from lightrl.engine.sglang_start import check_platform, start_host, stream_seed
 from lightrl.errors import UserError
 from lightrl.sync.buckets import BucketSender, plan_buckets
 from lightrl.sync.mailbox import MailboxError, MailboxTimeoutError
@@ -37,7 +34,6 @@ from lightrl.sync.shared import EMPTY_PAYLOAD
 from lightrl.types import Status
 
 _TAGS = ("weights", "kv_cache")
-_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 _LOADERS = "lightrl.engine.sglang_receiver."
 
 
@@ -99,40 +95,17 @@ class SGLangEngine:
         return share
 
     def _launch(self, memory_fraction: float) -> None:
-        config, model = self._config, self._model
-        on_cpu = self._device.type == "cpu"
-        gpu = 0 if on_cpu else self._device.index or 0
         # an engine's own in the whole job: machines, and ranks that see a single GPU each, repeat the GPU's number
-        number = dist.get_rank() if dist.is_initialized() else gpu
-        settings = {
-            "model_path": str(model.path),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "trust_remote_code": model.trust_remote_code,
-            "context_length": model.context_length,
-            "vocab_size": model.vocab_size,
-            "tensor_parallel": config.tensor_parallel,
-            "device": self._device.type,
-            "gpu": gpu,
-            "capability": None if on_cpu else list(torch.cuda.get_device_capability(self._device)),
-            "seed": (self._seed + number) % 2**31,
-            "memory_fraction": memory_fraction,
-            "max_batch": config.max_batch,
-            "max_prefill_tokens": config.max_prefill_tokens,
-            "port": _free_port(),
-        }
-        host = HostProcess(
-            {"settings": settings, "args": config.args},
-            log=self._log_dir / f"sglang_{'cpu' if on_cpu else 'gpu'}{number}.log",
-            environment=child_environment(os.environ) | (_CPU_ENVIRONMENT if on_cpu else {}),
-            hint=lambda log: memory_hint(log, config),
-            hang_timeout=config.hang_timeout,
+        number = dist.get_rank() if dist.is_initialized() else self._device.index or 0
+        self._host = start_host(
+            self._model,
+            self._config,
+            device=self._device,
+            number=number,
+            seed=stream_seed(self._seed, number, self._restarts),
+            memory_fraction=memory_fraction,
+            log_dir=self._log_dir,
         )
-        try:
-            host.wait_ready()
-        except BaseException:
-            host.stop()
-            raise
-        self._host = host
 
     # ---- losses
 
@@ -281,9 +254,7 @@ class SGLangEngine:
         """Lend this rank's buffers to the engine's processes, and let them learn where each tensor goes."""
         if self._sender is None:
             plan = plan_buckets(self._model.layout, self._sync.bucket_mib << 20)
-            handle, name = tempfile.mkstemp(prefix="lightrl_mailbox_")
-            os.close(handle)
-            self._sender = BucketSender(plan, self._device, Path(name))
+            self._sender = BucketSender(plan, self._device)
         payloads = self._gather(self._sender.introduction())
         lost: EngineLostError | None = None
         try:
@@ -396,7 +367,7 @@ class SGLangEngine:
         self._closed = True
         if self._host is not None:
             if self._opened:
-                with contextlib.suppress(RuntimeError):  # it may be lost
+                with contextlib.suppress(Exception):  # it may be lost; all of it ends with the next line
                     payloads = [EMPTY_PAYLOAD] * self._config.tensor_parallel
                     self._host.call("update", 10.0, loader=_LOADERS + "close_buffers", payloads=payloads, flush=False)
             self._host.stop()
@@ -446,51 +417,16 @@ class SGLangEngine:
 
     def _barrier(self) -> None:
         if self._group is not None:
-            dist.barrier(group=self._group)
+            with waiting(self._group):
+                dist.barrier(group=self._group)
 
     def _gather(self, payload: str | None) -> list[Any]:
         if self._group is None:
             return [payload]
         payloads: list[Any] = [None] * self._config.tensor_parallel
-        dist.all_gather_object(payloads, payload, group=self._group)
+        with waiting(self._group):
+            dist.all_gather_object(payloads, payload, group=self._group)
         return payloads
-
-
-def check_platform(environment: Any, device: torch.device) -> None:
-    """UserError when SGLang is missing, of an unknown version, or cannot work with this process's settings."""
-    try:
-        text = metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        raise UserError(
-            "engine.kind: 'sglang' is not installed: pip install 'lightrl-torch[gpu]', or engine.kind = 'transformers'"
-        ) from None
-    if problem := version_problem(text):
-        raise UserError(f"engine.kind: {problem}")
-    if device.type == "cpu":
-        return
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:true" in environment.get(name, "").replace(" ", "").lower():
-            raise UserError(
-                f"{name}: expandable_segments:True makes memory that cannot be shared with the engine's process: "
-                "unset it, or set engine.kind = 'transformers'"
-            )
-
-
-def child_environment(environment: Any) -> dict[str, str]:
-    """Without torchrun's variables, as SGLang's own process group must not join the job's store; and without the one
-    by which SGLang moves weights to other places once they are loaded."""
-    ours = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "GROUP_", "ROLE_", "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {k: v for k, v in environment.items() if not k.startswith(ours) and k not in names}
-    source = str(Path(__file__).resolve().parents[2])
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [source, kept.get("PYTHONPATH", "")]))
-    return kept
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _check_tags(tags: tuple[str, ...]) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from lightrl.engine import sglang_frames as frames
 from lightrl.engine import sglang_versions as versions
+from lightrl.engine.sglang_answers import fields_of
 
 # Set from `[engine]` and `[model]`, or needed for what the trainer does with the engine.
 _OURS = {
@@ -266,16 +267,16 @@ class _Service:
         try:
             async for output in self._manager.generate_request(request, None):
                 if message["watch"]:
-                    partial = _completion(output, message["truncated"])
+                    partial = fields_of(output, message["truncated"])
                     self._writer.write(frames.encode({"id": message["id"], "partial": partial}))
         except Exception:
             if rid not in self._aborted:
                 raise
-            return _completion(output, message["truncated"]) | {"reason": "abort"}  # cut off before it ran
+            return fields_of(output, message["truncated"]) | {"reason": "abort"}  # cut off before it ran
         finally:
             self._live.discard(rid)
             self._aborted.discard(rid)
-        return _completion(output, message["truncated"])
+        return fields_of(output, message["truncated"])
 
     async def _do_abort(self, message: dict[str, Any]) -> None:
         """SGLang ignores ids that it has not queued yet: repeat until they are gone."""
@@ -332,23 +333,6 @@ class _Service:
                 return
             await asyncio.sleep(0.005)
         raise RuntimeError("requests are still under way")
-
-
-def _completion(output: dict[str, Any], truncated: bool) -> dict[str, Any]:
-    meta = output["meta_info"]
-    reason = meta.get("finish_reason") or {}
-    if truncated:
-        logprobs = meta.get("output_token_sampling_logprobs") or []
-    else:
-        logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or []]
-    return {
-        "tokens": list(output.get("output_ids") or []),
-        "logprobs": logprobs,
-        "reason": reason.get("type"),
-        "matched": str(reason.get("matched")),
-        "message": str(reason.get("message", "")),
-        "version": meta.get("weight_version"),
-    }
 
 
 if __name__ == "__main__":

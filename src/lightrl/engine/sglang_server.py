@@ -24,12 +24,14 @@ from lightrl.config.schema import EngineConfig, SyncConfig
 from lightrl.engine import sglang_checks as checks
 from lightrl.engine.base import Completion, GenerateRequest
 from lightrl.engine.sampling import check_request
+from lightrl.engine.sglang_answers import fields_of
 from lightrl.engine.sglang_http import PAUSES, RefusedError, Server, ServerError, UnreachableError
 from lightrl.engine.sglang_requests import Model, Stops, completion_of, needs_watching, sampling_parameters
 from lightrl.errors import UserError
 from lightrl.sync.broadcast import BroadcastSync
 from lightrl.sync.disk import DiskSync
-from lightrl.sync.peers import Groups, SyncError, Transport, post_all, spawn
+from lightrl.sync.peers import Groups, SyncError, Transport, post_all
+from lightrl.threads import spawn
 from lightrl.types import Status
 
 _ABORT = 10.0  # seconds for a request to abort another
@@ -190,13 +192,13 @@ class SGLangServers:
             body["return_sampling_mask"] = True
         timeout = self._config.request_timeout
         if stops is None:
-            return _fields(server.post_once("/generate", body, timeout), truncated)
+            return fields_of(server.post_once("/generate", body, timeout), truncated)
         answer: dict[str, Any] = {}
         for answer in server.stream("/generate", body, timeout):
             if not stops.found and stops.end(answer.get("output_ids") or []) is not None:
                 stops.found = True
                 server.post_once("/abort_request", {"rid": rid}, _ABORT)
-        return _fields(answer, truncated)
+        return fields_of(answer, truncated)
 
     def _completion(
         self, server: Server, request: GenerateRequest, output: dict[str, Any], stops: Stops | None
@@ -347,20 +349,3 @@ class SGLangServers:
 def _nothing() -> Completion:
     """An answer that was aborted before it began."""
     return Completion(tokens=[], logprobs=[], status=Status.ABORTED, policy_versions=[])
-
-
-def _fields(answer: dict[str, Any], truncated: bool) -> dict[str, Any]:
-    """What is needed of SGLang's answer. Its log-probs come as [log-prob, id, text]."""
-    meta = answer.get("meta_info") or {}
-    reason = meta.get("finish_reason") or {}
-    if truncated:
-        logprobs = meta.get("output_token_sampling_logprobs") or []
-    else:
-        logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or []]
-    return {
-        "tokens": list(answer.get("output_ids") or []),
-        "logprobs": logprobs,
-        "reason": reason.get("type"),
-        "matched": str(reason.get("matched")),
-        "version": meta.get("weight_version"),
-    }

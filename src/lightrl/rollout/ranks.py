@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from lightrl.distributed.mesh import World, deal
@@ -12,6 +13,7 @@ from lightrl.engine.base import EngineLostError, Restartable
 from lightrl.rollout.collect import Sampler, Work, run_async
 from lightrl.rollout.filters import Filter
 from lightrl.rollout.selection import Selection, Verdict
+from lightrl.threads import spawn
 from lightrl.types import SampleGroup
 
 _BEAT = 0.2
@@ -138,10 +140,16 @@ class Collection:
             task.result()
 
     async def _exchange(self, report: _Report) -> list[_Report]:
-        """All ranks' reports. In a thread: this rank's engine goes on meanwhile."""
+        """All ranks' reports. In a thread: this rank's engine goes on meanwhile. On Ctrl-C it is left behind soon, as
+        ranks that are busy may not come for long."""
         if self.world.size == 1:
             return [report]
-        return await asyncio.to_thread(self.world.gather, report)
+        reports = spawn(self.world.gather, report)
+        try:
+            return await asyncio.wrap_future(reports)
+        except asyncio.CancelledError:
+            wait([reports], 5 * _BEAT)
+            raise
 
     async def _drop(self, tasks: dict[asyncio.Task[None], Work]) -> None:
         """End what is not needed any more. Generation is aborted and waited for, so that the engine is idle."""

@@ -9,7 +9,9 @@ time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
+import os
 import re
 import socket
 import threading
@@ -23,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrl.sync.peers import Groups, Peer, SyncError, post_all, spawn, together
+from lightrl.sync.peers import Groups, Peer, SyncError, post_all, together
+from lightrl.threads import spawn
 
 _GOODBYE = 10.0  # seconds for leaving the group
 
@@ -109,8 +112,8 @@ class BroadcastSync:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         limit = timedelta(seconds=2 * self._timeout)  # later than our own, which knows what to say
         try:
-            store = dist.TCPStore(self._address, self._port, is_master=True, wait_for_workers=False, timeout=limit)
-        except RuntimeError as error:
+            store = serve_store(self._address, self._port, limit)
+        except (OSError, RuntimeError) as error:
             where = f"{self._address}, port {self._port} (sync.address, sync.port)"
             raise SyncError(f"cannot listen on {where}: {error}") from None
         self._store = store
@@ -254,6 +257,33 @@ def filled(buckets: Sequence[Bucket], groups: Groups, buffer: Tensor) -> Iterato
                 places = {piece.name: piece for piece in bucket}
     if places:
         raise ValueError(f"nothing came for {next(iter(places))}")
+
+
+def serve_store(address: str, port: int, limit: timedelta) -> Any:
+    """torch's store at `address` and `port` (0: any that is free), for whoever can reach it there and nowhere else.
+
+    By itself it listens on all of a machine's addresses. So it does where `address` is none of this machine's own (as
+    behind a translation of addresses), or a name that may mean another one elsewhere. OSError, RuntimeError where
+    nothing can listen there.
+    """
+    arguments: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": limit}
+    places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    found = list(dict.fromkeys((family, str(where[0])) for family, _, _, _, where in places))
+    is_certain = address == "localhost" or any(own == address for _, own in found)
+    if not is_certain and (len(found) > 1 or found[0][1].startswith("127.") or found[0][1] == "::1"):
+        return dist.TCPStore(address, port, **arguments)
+    family, own = found[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((own, port))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            return dist.TCPStore(address, port, **arguments)
+        listener.listen(512)
+        port = listener.getsockname()[1]
+        return dist.TCPStore(address, port, master_listen_fd=os.dup(listener.fileno()), **arguments)
 
 
 def own_address(urls: Sequence[str]) -> str:

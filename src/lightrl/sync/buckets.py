@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -138,9 +137,9 @@ def _split(slot: Slot, limit: int) -> Iterator[Slot]:
 class BucketSender:
     """The trainer's side, on one rank: fills buffers and counts. `close` frees them."""
 
-    def __init__(self, plan: Plan, device: torch.device, mailbox_path: Path) -> None:
+    def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan = plan
-        self.mailbox = Mailbox(mailbox_path, create=True)
+        self.mailbox = Mailbox()
         self.shared = SharedBuffers(min(2, len(plan.buckets)), plan.capacity, device)
         self._places: dict[
             str, list[tuple[int, Slot, Tensor]]
@@ -215,7 +214,6 @@ class BucketSender:
         self._places.clear()
         self.shared.close()
         self.mailbox.close()
-        self.mailbox.path.unlink(missing_ok=True)
 
 
 def _layer(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Counters and one message that two processes on one machine share: a small memory-mapped file.
+"""Counters and one message that two processes on one machine share: a small file in memory.
 
 While weights pass through device memory, both sides must know how far the other is, bucket by bucket. A message through
 the engine's own queues costs a millisecond; a counter in shared memory costs none.
@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import struct
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,14 +35,16 @@ class MailboxTimeoutError(MailboxError):
 class Mailbox:
     """One pair of processes. The sender counts `filled`, the receiver `drained`, and reports once a round.
 
-    `beat` counts what else the receiver gets done; `sender` is the sender's process id.
+    `beat` counts what else the receiver gets done; `sender` is the sender's process id. One side makes it (`path`
+    None), the other opens its `path`, while the first has not closed it.
     """
 
-    def __init__(self, path: Path, *, create: bool = False) -> None:
+    def __init__(self, path: Path | None = None) -> None:
+        self._file: int | None = None
+        self._left: Path | None = None
+        if path is None:
+            self._file, path, self._left = _make_file()
         self.path = path
-        if create:
-            with path.open("wb") as file:
-                file.truncate(_SIZE)
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _SIZE)
 
@@ -106,8 +109,13 @@ class Mailbox:
             raise MailboxError(f"the trainer (process {pid}) is gone") from None
 
     def close(self) -> None:
-        """Unmap; the file goes when whoever made it removes it."""
+        """Unmap; with whoever made it, it is gone. Idempotent."""
         self._map.close()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        if self._left is not None:
+            self._left.unlink(missing_ok=True)
 
     def _post(self, state: int, text: str) -> None:
         data = text.encode()[: _SIZE - _TEXT - 8]
@@ -118,3 +126,21 @@ class Mailbox:
     def _text(self) -> str:
         (length,) = struct.unpack_from("<q", self._map, _TEXT)
         return bytes(self._map[_TEXT + 8 : _TEXT + 8 + length]).decode(errors="replace")
+
+
+def _make_file() -> tuple[int, Path, Path | None]:
+    """Descriptor, and the path by which processes of the same user open it while this one runs.
+
+    In no folder: nothing stays, however processes end. On systems without such files it is a temporary one, which is
+    the third.
+    """
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("lightrl_mailbox")
+        os.ftruncate(file, _SIZE)
+        path = Path(f"/proc/{os.getpid()}/fd/{file}")
+        if path.exists():
+            return file, path, None
+        os.close(file)
+    file, name = tempfile.mkstemp(prefix="lightrl_mailbox_")
+    os.ftruncate(file, _SIZE)
+    return file, Path(name), Path(name)

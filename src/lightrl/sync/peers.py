@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
-T = TypeVar("T")
+from lightrl.threads import spawn
+
 Groups = Iterable[Sequence[tuple[str, Tensor]]]
 _LAST_WORDS = 5.0  # seconds in which the others may say why one failed
 
@@ -39,22 +39,6 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Leave nothing behind; idempotent, and never raises."""
-
-
-def spawn(function: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Run in a thread that does not keep the process alive: one that hangs must not outlive its error."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=f"lightrl-{getattr(function, '__name__', 'call')}", daemon=True).start()
-    return future
 
 
 def together(futures: Mapping[str, Future[Any]], timeout: float) -> list[Any]:

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightrl.config.schema import CheckpointConfig
+from lightrl.distributed.waiting import waiting
 from lightrl.errors import UserError
 from lightrl.models.export import fsync
 from lightrl.models.load import persistent_tensors
@@ -375,7 +376,8 @@ def _gatherer(group: dist.ProcessGroup | None) -> Callable[[Any], list[Any]]:
         if group is None:
             return [value]
         values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
+        with waiting(group):
+            dist.all_gather_object(values, value, group=group)
         return values
 
     return gather

@@ -17,12 +17,12 @@ from transformers import AutoConfig
 
 from lightrl.config.load import model_fault
 from lightrl.config.rundir import newest_state, run_dir_fault
-from lightrl.config.schema import AlgorithmConfig, Config, EngineConfig, ParallelConfig, SyncConfig
+from lightrl.config.schema import AlgorithmConfig, Config, EngineConfig, ParallelConfig, RunConfig, SyncConfig
 from lightrl.data import PromptSource
 from lightrl.distributed.mesh import World, consecutive_group
 from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import Engine
-from lightrl.errors import UserError
+from lightrl.errors import UserError, end
 from lightrl.models import load
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.policy import Policy
@@ -194,7 +194,7 @@ def build_engine(
                 engine.offload()
                 state.come_back()
             except BaseException:
-                engine.close()
+                end(engine.close)
                 raise
         return engine
     from lightrl.engine.transformers import TransformersEngine
@@ -210,6 +210,12 @@ def build_engine(
         context_length=context_length,
         trust_remote_code=trust_remote_code,
     )
+
+
+def engine_seed(run: RunConfig) -> int:
+    """Of the random streams of engines: a run that goes on does not draw again what it drew at its start."""
+    newest = newest_state(run.dir) if run.resume else None
+    return run.seed + 2**64 * (0 if newest is None else int(newest[1].get("step", 0)))
 
 
 def make_room(config: EngineConfig, policy: Policy, state: TrainingState) -> None:

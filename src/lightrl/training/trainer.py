@@ -22,7 +22,7 @@ from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
 from lightrl.distributed.mesh import deal, init_world, set_deterministic
 from lightrl.engine.base import EngineLostError, Restartable, SamplingParams
-from lightrl.errors import UserError
+from lightrl.errors import UserError, end
 from lightrl.models import load
 from lightrl.models.export import export_hf
 from lightrl.observe.console import Console
@@ -106,13 +106,13 @@ class Trainer:
         setup.check_reference(config, hf_config, self.tokenizer)
         self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         self.scorer = Scorer(config.reward, custom=reward)
-        self._held.callback(self.scorer.close)
+        self._held.callback(end, self.scorer.close)
         self.filter = load_filter(config.rollout.filter)
         if reward is None:
             check_labels(self.prompts, config.reward)
         self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer)
         for eval_set in self.eval_sets:
-            self._held.callback(eval_set.scorer.close)
+            self._held.callback(end, eval_set.scorer.close)
         self.sampling = SamplingParams(
             max_new_tokens=config.rollout.max_response_tokens,
             temperature=config.rollout.temperature,
@@ -131,7 +131,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(steps_done=0)
         self.state = setup.training_state(config.parallel, self.policy, self.reference, self.optimizer)
-        self._held.callback(lambda: self.state.close())
+        self._held.callback(end, lambda: self.state.close())
         self.engine = setup.build_engine(
             config.engine,
             self.policy,
@@ -141,10 +141,10 @@ class Trainer:
             sync=config.sync,
             world=self.world,
             run_dir=self.run_dir,
-            seed=config.run.seed,
+            seed=setup.engine_seed(config.run),
             state=self.state,
         )
-        self._held.callback(lambda: self.engine.close())
+        self._held.callback(end, lambda: self.engine.close())
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
         self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
         for text in setup.warnings(config, self.policy, self.tokenizer, len(self.prompts)):
