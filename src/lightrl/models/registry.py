@@ -81,6 +81,27 @@ def packs_exactly(config: Any) -> bool:
     )
 
 
+def prepare_packed(model: Any) -> None:
+    """Make a loaded model of a known family take packed rows (`segments=…` of its call)."""
+    model.set_attn_implementation(attention.register())
+    patch_layers(model)
+
+
+def patch_layers(model: Any) -> None:
+    """What the family exchanges beside attention; nothing for a family that is not known."""
+    family = FAMILIES.get(text_config(model.config).model_type)
+    if family is not None and family.patch is not None and is_own_code(model):
+        family.patch(model)
+
+
+def stock_notice(config: Any) -> str:
+    """One line for a model that runs stock."""
+    return (
+        f"{config.model_type} is not among the families that LightRL packs ({', '.join(sorted(FAMILIES))}): "
+        "its stock forward runs on padded rows with all logits in memory, which is as exact but slower"
+    )
+
+
 def num_experts(config: Any) -> int:
     """Of a layer of a model that is packed; 0 where there are none."""
     config = text_config(config)
@@ -102,24 +123,3 @@ def unshared_rows(config: Any, ranks: int) -> str | None:
         if (getattr(config, name, None) or 0) % ranks:
             return f"it has {name} = {getattr(config, name)}"
     return None
-
-
-def prepare_packed(model: Any) -> None:
-    """Make a loaded model of a known family take packed rows (`segments=…` of its call)."""
-    model.set_attn_implementation(attention.register())
-    patch_layers(model)
-
-
-def patch_layers(model: Any) -> None:
-    """What the family exchanges beside attention; nothing for a family that is not known."""
-    family = FAMILIES.get(text_config(model.config).model_type)
-    if family is not None and family.patch is not None and is_own_code(model):
-        family.patch(model)
-
-
-def stock_notice(config: Any) -> str:
-    """One line for a model that runs stock."""
-    return (
-        f"{config.model_type} is not among the families that LightRL packs ({', '.join(sorted(FAMILIES))}): "
-        "its stock forward runs on padded rows with all logits in memory, which is as exact but slower"
-    )
