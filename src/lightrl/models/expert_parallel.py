@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -87,12 +88,10 @@ def parallel_experts(
     there, back = (plan.outgoing, plan.incoming, group), (plan.incoming, plan.outgoing, group)
     rows = exchange(plan.rows.gather(hidden), *there)
     shares = exchange(plan.rows.gather(weights), *there)
-    out = grouped_experts(
-        plan.pairs.gather(rows),
-        plan.experts[:, None],
-        shares.flatten()[plan.pairs.source, None],
-        experts,
-        activate,
-    )
+    x, chosen, share = plan.pairs.gather(rows), plan.experts[:, None], shares.flatten()[plan.pairs.source, None]
+    count = len(x)
+    if not count:  # a row of weight 0, as kernels need not take none
+        x, chosen, share = (F.pad(t, (0, 0, 0, 1)) for t in (x, chosen, share))
+    out = grouped_experts(x, chosen, share, experts, activate)[:count]
     sums = exchange(plan.pairs.sum(out), *back)
     return plan.rows.sum(sums)
