@@ -70,7 +70,7 @@ def compare(root: str, ranks: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_equal_one(models: Path, run_distributed, ranks: int) -> None:
-    run_distributed(compare, ranks, models, str(ranks))
+    run_distributed(compare, ranks, models, str(ranks), timeout=300)
 
 
 def test_a_run_of_two_equals_one(tmp_path: Path, run_distributed) -> None:

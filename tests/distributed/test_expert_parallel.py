@@ -309,7 +309,7 @@ def test_two_ranks_equal_one(models: Path, run_distributed) -> None:
     from lightrl.distributed.mesh import close_world
     from lightrl.training.checkpoint import Checkpointer
 
-    run_distributed(two_ranks, 2, models)
+    run_distributed(two_ranks, 2, models, timeout=300)
     try:  # one process goes on with what two have saved
         run = Run(models, CASES["recomputed"])
         keeper = Checkpointer(models / "checkpoints", CheckpointConfig(async_save=False))
@@ -335,7 +335,7 @@ def four_ranks(root: str) -> None:
 
 
 def test_four_ranks_equal_one(models: Path, run_distributed) -> None:
-    run_distributed(four_ranks, 4, models)
+    run_distributed(four_ranks, 4, models, timeout=300)
 
 
 # ----- whole runs
@@ -418,7 +418,7 @@ def test_eight_ranks_then_four(tmp_path: Path, run_distributed) -> None:
     run_distributed(Path(tiny_run.__file__), 1, tmp_path / "alone", json.dumps(RUN))
     run_distributed(eight_ranks, 8, tmp_path / "spread", timeout=240)
     four = json.dumps(with_parallel(RUN, expert_parallel=4))
-    run_distributed(Path(tiny_run.__file__), 4, tmp_path / "spread", four)
+    run_distributed(Path(tiny_run.__file__), 4, tmp_path / "spread", four, timeout=240)
     assert_same_runs(tmp_path / "spread", tmp_path / "alone")
 
 
