@@ -32,7 +32,13 @@ def main(config_path: str, steps: int | None = None) -> Policy:
     """Train for `steps` (default: `run.steps`) and return the policy."""
     config = load_config(config_path)
     algorithm, rollout, temperature = config.algorithm, config.rollout, config.rollout.temperature
-    world = init_world(config.run.device, config.parallel.shard_size)
+    parallel = config.parallel
+    world = init_world(
+        config.run.device,
+        parallel.shard_size,
+        expert_parallel=parallel.expert_parallel,
+        context_parallel=parallel.context_parallel,
+    )
     hf_config, tokenizer = load.load_config_and_tokenizer(config.model.path)
     context, limit = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT, rollout.max_response_tokens
     prompts = load_prompts(config.data, tokenizer, context_length=context, max_response_tokens=limit)

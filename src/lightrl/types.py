@@ -109,6 +109,9 @@ class Microbatch:
 
     input_ids [a b x], position_ids [0 1 2], cu_seqlens_q [0 2 3], cu_seqlens_k [0 2 5], kv_index [0 1 0 1 2],
     logit_rows [1 2 1], targets [x y z], sample_ids [0 0 1].
+
+    Where ranks share the rows (`parallel.context_parallel`), rows and response tokens are this rank's, borders and keys
+    those of all (`training.packing.share_rows`).
     """
 
     input_ids: Tensor  # [T] int64

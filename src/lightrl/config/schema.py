@@ -283,6 +283,12 @@ class ParallelConfig:
 
     shard_size: PositiveInt | None = None
     """Ranks a copy of the model is sharded over; the rest replicate (HSDP). Default: all ranks."""
+    expert_parallel: PositiveInt = 1
+    """Consecutive ranks that share the experts of a mixture: each computes its own, and tokens travel to them, instead
+    of all experts being gathered on every rank. Divides `shard_size` and the number of experts."""
+    context_parallel: PositiveInt = 1
+    """Consecutive ranks that share each microbatch's rows, for samples too long for one: attention runs over all rows,
+    on a part of the heads. Divides the ranks and the heads."""
     max_tokens_per_microbatch: PositiveInt = 16384
     """Packed tokens in one forward, a rank. A longer single sample gets a microbatch of its own."""
     share_prompts: bool = True

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from lightrl.errors import UserError
 from lightrl.wrappers import clean_name
 
 
@@ -25,6 +26,7 @@ def shard(
     compute_dtype: torch.dtype,
     activation_checkpointing: bool = False,
     recompute_contexts: Callable[[nn.Module], Callable[..., Any] | None] = lambda block: None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Wrap `root` in place; `model` is the Hugging Face causal LM inside it.
 
@@ -33,6 +35,8 @@ def shard(
     float32; blocks compute in `compute_dtype`, but for modules that say `keeps_float32`, which become small groups of
     their own; gradients are summed (not averaged) in float32: loss weights already hold the global denominator.
     `recompute_contexts` gives a block's `context_fn` for torch's checkpoint, or None.
+
+    Experts that are DTensors over the axis `ep` of `expert_mesh` get groups of their own, over its other axes.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
@@ -50,6 +54,8 @@ def shard(
             options = {} if context_fn is None else {"context_fn": context_fn}
             wrapped = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
             blocks.register_module(name, wrapped)
+    if expert_mesh is not None:
+        _shard_experts(blocks, expert_mesh, policy)
     full = MixedPrecisionPolicy(cast_forward_inputs=False)
     for exempt in [m for m in model.modules() if _keeps_float32(m)]:
         fully_shard(exempt, mesh=fsdp_mesh, mp_policy=full)
@@ -59,10 +65,45 @@ def shard(
     if head is not None and head.weight is not embedding.weight:
         fully_shard(embedding, mesh=fsdp_mesh, mp_policy=policy)
     fully_shard(root, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
+    if expert_mesh is not None:
+        _prefetch_forward(blocks)
     if mesh.size() > 1:  # one rank has nothing to average, and would only divide by 1 into a new tensor
         for module in fsdp_modules(root):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_experts(blocks: nn.ModuleList, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Groups for the experts of all blocks that are spread over `ep`."""
+    if mesh["replicate"].size() > 1:
+        fsdp_mesh = mesh["replicate", "efsdp"]
+    else:
+        fsdp_mesh = mesh["efsdp"]
+    ranks = mesh["efsdp"].size()
+    for module in blocks.modules():
+        if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            fully_shard(module, mesh=fsdp_mesh, mp_policy=policy, shard_placement_fn=lambda p: _expert_shard(p, ranks))
+
+
+def _prefetch_forward(blocks: nn.ModuleList) -> None:
+    """Each block asks for the next one's weights. Left alone, FSDP asks when the host gets there, which waits in every
+    block to know how many tokens travel; a backward pass does not wait."""
+    groups = [fsdp_modules(block) for block in blocks.children()]
+    for number, (mine, following) in enumerate(zip(groups, [*groups[1:], []], strict=True)):
+        mine[0].set_modules_to_forward_prefetch([*(mine[1:] if number == 0 else []), *following])
+
+
+def _expert_shard(parameter: nn.Parameter, ranks: int) -> Shard:
+    """By expert; within each where that would leave ranks without any."""
+    assert isinstance(parameter, DTensor)
+    sizes = parameter.to_local().shape
+    for axis, size in enumerate(sizes):
+        if size % ranks == 0:
+            return Shard(axis)
+    raise UserError(
+        f"parallel.expert_parallel: {ranks} ranks cannot share {sizes[0]} experts of {list(sizes[1:])} evenly; raise "
+        "it, or lower parallel.shard_size"
+    )
 
 
 def decoder_blocks(model: nn.Module) -> nn.ModuleList:
@@ -100,9 +141,12 @@ def reshard_all(root: nn.Module) -> None:
 
 
 def named_whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of an unsharded model: parameters and persistent buffers."""
+    """Names and tensors of an unsharded model: parameters and persistent buffers.
+
+    A collective where experts are spread, which are gathered here.
+    """
     for name, parameter in model.named_parameters():
-        yield clean_name(name), parameter.detach()
+        yield clean_name(name), _gathered(parameter.detach())
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -166,10 +210,17 @@ class WholeTensors:
                 ahead = None if following is None else following.unshard(async_op=True)
             tensors = [(name, getattr(owner, attribute)) for name, owner, attribute in names]
             with torch.no_grad():
-                group = [(name, t.to_local() if isinstance(t, DTensor) else t.detach()) for name, t in tensors]
+                group = [(name, _gathered(t.detach())) for name, t in tensors]
             yield group
             if not single:
                 module.reshard()
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """All of a tensor that FSDP has unsharded: of experts that are spread over ranks, the others are gathered."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if _is_single(tensor) else tensor.full_tensor()
 
 
 def _is_single(parameter: Tensor) -> bool:

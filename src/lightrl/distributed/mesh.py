@@ -31,6 +31,12 @@ class World:
     """Axes `replicate` x `shard`."""
     cpu_group: Any
     """gloo group of all ranks, for records and waiting; None in a world of one."""
+    expert_mesh: DeviceMesh | None = None
+    """Axes `replicate` x `efsdp` x `ep` over the same ranks; None where experts are not spread over `ep`."""
+    context_parallel: int = 1
+    """Consecutive ranks that share the rows of a microbatch."""
+    context_group: Any = None
+    """Process group of those that this one is among; None where rows are not shared."""
     timeout: timedelta = timedelta(seconds=1800)
     """How long a collective waits for the other ranks (`parallel.timeout`)."""
 
@@ -126,8 +132,16 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def init_world(device: str = "auto", shard_size: int | None = None, timeout: float = 1800.0) -> World:
+def init_world(
+    device: str = "auto",
+    shard_size: int | None = None,
+    timeout: float = 1800.0,
+    expert_parallel: int = 1,
+    context_parallel: int = 1,
+) -> World:
     """Join the torchrun job, or be a world of one without it. A process group that exists is taken as it is.
+
+    `expert_parallel` consecutive ranks share a layer's experts, `context_parallel` the rows of a microbatch.
 
     Whoever starts ranks by other means than torchrun need not set LOCAL_RANK: the ranks find theirs out together.
     """
@@ -135,6 +149,11 @@ def init_world(device: str = "auto", shard_size: int | None = None, timeout: flo
     shard = size if shard_size is None else shard_size
     if size % shard:
         raise UserError(f"parallel.shard_size: {shard} does not divide the {size} ranks of this run")
+    if shard % expert_parallel:
+        ranks = f"the {size} ranks of this run" if shard_size is None else f"parallel.shard_size = {shard}"
+        raise UserError(f"parallel.expert_parallel: {expert_parallel} does not divide {ranks}")
+    if size % context_parallel:
+        raise UserError(f"parallel.context_parallel: {context_parallel} does not divide the {size} ranks of this run")
     here = pick_device(device, local_rank or 0)  # before anything else, as it may be refused
     if local_rank is not None:
         _use(here)
@@ -151,7 +170,32 @@ def init_world(device: str = "auto", shard_size: int | None = None, timeout: flo
         here = pick_device(device, local_rank)
         _use(here)
     mesh = init_device_mesh(here.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
-    return World(rank=rank, size=size, local_rank=local_rank, device=here, mesh=mesh, cpu_group=group, timeout=limit)
+    expert_mesh = context_group = None
+    if expert_parallel > 1:
+        axes = {"replicate": size // shard, "efsdp": shard // expert_parallel, "ep": expert_parallel}
+        expert_mesh = _mesh(here, axes, limit)
+    if context_parallel > 1:
+        context_group = _mesh(here, {"dp": size // context_parallel, "cp": context_parallel}, limit)["cp"].get_group()
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        device=here,
+        mesh=mesh,
+        cpu_group=group,
+        expert_mesh=expert_mesh,
+        context_parallel=context_parallel,
+        context_group=context_group,
+        timeout=limit,
+    )
+
+
+def _mesh(device: torch.device, axes: dict[str, int], timeout: timedelta) -> DeviceMesh:
+    """Axes (name -> ranks) over all ranks, whose groups wait `timeout`; torch gives them its own default."""
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for axis in axes:
+        dist.distributed_c10d._set_pg_timeout(timeout, mesh[axis].get_group())
+    return mesh
 
 
 def _use(device: torch.device) -> None:

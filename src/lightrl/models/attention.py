@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from lightrl.kernels.attention import attend, choose
 from lightrl.kernels.attention_flash import Packing, Span
 from lightrl.kernels.gated_delta import Chains
+from lightrl.models import context_parallel
+from lightrl.models.context_parallel import SharedSegments
 
 if TYPE_CHECKING:
     from lightrl.types import Microbatch
@@ -150,7 +152,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    segments: Segments | None = None,
+    segments: Segments | SharedSegments | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, Dv] -> [1, T, heads, Dv].
@@ -158,6 +160,12 @@ def packed_attention(
     A sliding window of `w` sees the last `w` positions, the current one included (transformers' convention); `s_aux`
     [heads] are the heads' sinks.
     """
+    if isinstance(segments, SharedSegments):
+        group = segments.group
+        query, key, value, sinks = context_parallel.to_heads(query, key, value, s_aux, group)
+        rest = (attention_mask, scaling, dropout, sliding_window, sinks)
+        out, _ = packed_attention(module, query, key, value, *rest, segments.whole, **kwargs)
+        return context_parallel.to_rows(out, group), None
     if segments is None:
         raise RuntimeError(f"{NAME} needs segments=…: call the model through PolicyModule")
     if kwargs.get("softcap") is not None:

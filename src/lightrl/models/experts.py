@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightrl.kernels.moe import Activation, ExpertWeights, grouped_experts, has_kernels, swiglu
+from lightrl.models import expert_parallel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,31 +43,60 @@ def exchange(model: PreTrainedModel, router: Router) -> None:
     if NAME not in ALL_EXPERTS_FUNCTIONS.valid_keys():
         ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     model.set_experts_implementation(NAME)
-    for module in list(model.modules()):
-        if not isinstance(getattr(module, "experts", None), nn.Module):
-            continue
-        gate: Any = module.gate if hasattr(module, "gate") else module.router
+    for module in _mixtures(model):
+        gate = module.gate if hasattr(module, "gate") else module.router
         gate.choices = None  # a `_Choices` while they are written down or read
         gate.forward = MethodType(router, gate)
+        module.experts.group = None
+
+
+def _mixtures(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(getattr(m, "experts", None), nn.Module)]
+
+
+def spread(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Leave this rank its part of the experts of every mixture, on the meta device and after `exchange`.
+
+    `mesh` has one axis, over which the layers then exchange their tokens (models/expert_parallel.py). A model without
+    experts stays as it is.
+    """
+    for module in _mixtures(model):
+        expert_parallel.spread(module.experts, mesh)
+        module.experts.group = mesh.get_group()
+        module.experts.choices = None  # its plans, as a router's choices
 
 
 def experts_forward(experts: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
     """In the signature of transformers' experts functions: hidden [T, H], indices and weights [T, k] -> [T, H]."""
     parameters = ExpertWeights(
-        gate_up=experts.gate_up_proj,
-        down=experts.down_proj,
+        gate_up=_own(experts.gate_up_proj),
+        down=_own(experts.down_proj),
         transposed=experts.is_transposed,
-        gate_up_bias=experts.gate_up_proj_bias if experts.has_bias else None,
-        down_bias=experts.down_proj_bias if experts.has_bias else None,
+        gate_up_bias=_own(experts.gate_up_proj_bias) if experts.has_bias else None,
+        down_bias=_own(experts.down_proj_bias) if experts.has_bias else None,
     )
-    return grouped_experts(hidden, indices, weights, parameters, _activation(experts))
+    activation = _activation(experts)
+    if experts.group is None:
+        return grouped_experts(hidden, indices, weights, parameters, activation)
+    plan = _once(experts, lambda: expert_parallel.make_plan(indices, len(parameters.gate_up), experts.group))
+    return expert_parallel.parallel_experts(hidden, weights, parameters, activation, plan, experts.group)
 
 
 def _activation(experts: Any) -> Activation:
     """`swiglu`, which has kernels of its own, where that is what the family does: all of ours but gpt-oss."""
     stock = type(experts)._apply_gate.__module__ == "transformers.integrations.moe"  # else the family has its own
-    is_swiglu = getattr(experts, "fuse", False) and stock and experts.is_concatenated and experts.config.hidden_act in ("silu", "swish")
+    is_swiglu = (
+        getattr(experts, "fuse", False)
+        and stock
+        and experts.is_concatenated
+        and experts.config.hidden_act in ("silu", "swish")
+    )
     return swiglu if is_swiglu else experts._apply_gate
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """This rank's experts."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 # ----- routers
@@ -117,13 +149,19 @@ def _best_in_groups(router: Any, scores: Tensor) -> Tensor:
 
 def _choose(router: Any, topk: Callable[[], Tensor]) -> Tensor:
     """[T, k] of `topk`, or those of the forward that is being repeated."""
-    if router.choices is not None and (known := router.choices.next()) is not None:
+    indices: Tensor = _once(router, topk)
+    return indices
+
+
+def _once(module: Any, make: Callable[[], Any]) -> Any:
+    """What `make` makes, or what it made in the forward that is being repeated."""
+    if module.choices is not None and (known := module.choices.next()) is not None:
         return known
     with torch.no_grad():  # a choice has no gradient, and must leave nothing for autograd that a repeat would not
-        indices = topk()
-    if router.choices is not None:
-        router.choices.made.append(indices)
-    return indices
+        made = make()
+    if module.choices is not None:
+        module.choices.made.append(made)
+    return made
 
 
 # ----- the same choices when a block is computed again
@@ -134,14 +172,15 @@ def recompute_contexts(
 ) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]] | None:
     """`context_fn` of torch's checkpoint for a decoder block; None if it has no router.
 
-    The indices that the forward chose are kept with its graph, 8 bytes for each of a token's experts.
+    The indices that the forward chose are kept with its graph, 8 bytes for each of a token's experts; where experts are
+    spread over ranks, so is who sent what to whom.
     """
     routers = [m for m in block.modules() if hasattr(m, "choices")]
     if not routers:
         return None
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        made: list[Tensor] = []
+        made: list[Any] = []
         return _Choices(routers, made, repeat=False), _Choices(routers, made, repeat=True)
 
     return contexts
@@ -150,7 +189,7 @@ def recompute_contexts(
 class _Choices(AbstractContextManager[None]):
     """While entered, the routers write their choices down in `made`, or read them from there in the same order."""
 
-    def __init__(self, routers: list[Any], made: list[Tensor], *, repeat: bool) -> None:
+    def __init__(self, routers: list[Any], made: list[Any], *, repeat: bool) -> None:
         self.routers, self.made, self.repeat = routers, made, repeat
         self._position = 0
 
@@ -163,7 +202,7 @@ class _Choices(AbstractContextManager[None]):
         for router in self.routers:
             router.choices = None
 
-    def next(self) -> Tensor | None:
+    def next(self) -> Any:
         if not self.repeat:
             return None
         self._position += 1

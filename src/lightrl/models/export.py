@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
 from lightrl.errors import UserError
-from lightrl.models.load import INDEX_FILE, PICKLED_SUFFIXES, persistent_tensors
+from lightrl.models.load import INDEX_FILE, PICKLED_SUFFIXES, persistent_tensors, whole_tensor
 from lightrl.models.names import kept_names
 
 MAX_SHARD_BYTES = 5 * 1000**3
@@ -60,8 +60,7 @@ def export_hf(
     tensors = persistent_tensors(inner)
 
     def gather(name: str) -> Tensor:
-        tensor = tensors[name].detach().to(export_dtype(inner, name, tensors[name].dtype, dtype))
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole_tensor(tensors[name].detach().to(export_dtype(inner, name, tensors[name].dtype, dtype)))
 
     device = next(iter(tensors.values())).device
     write_hf_folder(

@@ -17,6 +17,8 @@ from transformers.activations import ACT2FN
 
 from lightrl.kernels import gated_delta
 from lightrl.kernels.gated_delta import Chains, DeltaInputs
+from lightrl.models import context_parallel
+from lightrl.models.context_parallel import SharedSegments
 from lightrl.models.fast_delta import Mix, choose
 
 FAMILIES = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
@@ -102,7 +104,7 @@ def _forward(
     layer: Any,
     mix: Mix,
     hidden_states: Tensor,
-    segments: Segmented | None = None,
+    segments: Segmented | SharedSegments | None = None,
     kv_cache: Memory | None = None,
     **kwargs: Any,
 ) -> Tensor:
@@ -122,6 +124,9 @@ def _forward(
     )
     if kv_cache is not None:
         out = kv_cache.mix(layer.layer_idx, inputs)
+    elif isinstance(segments, SharedSegments):
+        out = mix(context_parallel.delta_to_heads(inputs, segments.group), segments.whole.chains)
+        out = context_parallel.to_rows(out[None], segments.group)[0]
     elif segments is not None:
         out = mix(inputs, segments.chains)
     else:

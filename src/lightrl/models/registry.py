@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightrl.models import attention, experts, fused, gated_delta
+from lightrl.models import attention, context_parallel, experts, fused, gated_delta
 from lightrl.models.fused import Fused
 
 _NORMS = Fused()
@@ -113,3 +113,26 @@ def stock_notice(config: Any) -> str:
         f"{config.model_type} is not among the families that LightRL packs ({', '.join(sorted(FAMILIES))}): "
         "its stock forward runs on padded rows with all logits in memory, which is as exact but slower"
     )
+
+
+def num_experts(config: Any) -> int:
+    """Of a layer of a model that is packed; 0 where there are none."""
+    config = text_config(config)
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    counts = [int(n) for name in names if (n := getattr(config, name, None))]
+    return counts[0] if counts and packs_exactly(config) else 0
+
+
+def unshared_rows(config: Any, ranks: int) -> str | None:
+    """Why `ranks` ranks cannot share the rows of a microbatch of this model, None if they can."""
+    if not packs_exactly(config):
+        return f"{config.model_type} is not packed"
+    config = text_config(config)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if (found := context_parallel.fault(heads, kv_heads, ranks)) is not None:
+        return f"it has {found}"
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        if (getattr(config, name, None) or 0) % ranks:
+            return f"it has {name} = {getattr(config, name)}"
+    return None

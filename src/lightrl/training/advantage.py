@@ -41,7 +41,10 @@ def penalize_with_kl(
             0, microbatch.sample_ids, kl.masked_fill(microbatch.loss_mask == 0, 0.0)
         )
         penalties |= dict(zip(microbatch.sample_keys, sums.tolist(), strict=True))
-    everywhere = {key: kl for part in world.gather(penalties) for key, kl in part.items()}
+    everywhere: dict[tuple[int, int], float] = {}
+    for part in world.gather(penalties):
+        for key, kl in part.items():  # a sample may be spread over ranks
+            everywhere[key] = everywhere.get(key, 0.0) + kl
     mine: dict[tuple[int, int], float] = {}
     for group in groups:
         samples = group.scored

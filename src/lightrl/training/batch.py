@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from lightrl.distributed.mesh import World
 from lightrl.training.balance import CostModel
-from lightrl.training.packing import MinibatchPlan, SampleSize, TrainSample, loss_weight, pack, plan_minibatches
+from lightrl.training.packing import (
+    MinibatchPlan,
+    SampleSize,
+    TrainSample,
+    loss_weight,
+    pack,
+    plan_minibatches,
+    share_rows,
+)
 from lightrl.types import Microbatch
 
 
@@ -41,11 +49,12 @@ def build_minibatches(
         for s in samples
     ]
     sizes = [size for part in world.gather(mine) for size in part]
+    ranks = world.context_parallel  # that share a microbatch
     plans = plan_minibatches(
         sizes,
-        world_size=world.size,
+        world_size=world.size // ranks,
         minibatches=minibatches,
-        max_tokens=max_tokens,
+        max_tokens=max_tokens * ranks,
         share_prompts=share_prompts,
         cost=cost,
     )
@@ -54,7 +63,7 @@ def build_minibatches(
 
     def tensors(plan: MinibatchPlan) -> list[Microbatch]:
         batches = []
-        for micro in plan.units[world.rank]:
+        for micro in plan.units[world.rank // ranks]:
             units = [[held[s.key] for s in unit.samples] for unit in micro]
             weights = [
                 [
@@ -63,7 +72,8 @@ def build_minibatches(
                 ]
                 for unit in micro
             ]
-            batches.append(pack(units, weights))
+            batch = pack(units, weights)
+            batches.append(batch if ranks == 1 else share_rows(batch, world.rank % ranks, ranks))
         return batches
 
     return [tensors(plan) for plan in plans]
@@ -76,8 +86,10 @@ def _exchange(
     mine = {(s.group_index, s.index): s for s in samples}
     outgoing: list[list[TrainSample]] = [[] for _ in range(world.size)]
     for plan in plans:
-        for rank, micros in enumerate(plan.units):
+        for number, micros in enumerate(plan.units):
+            first = number * world.context_parallel
             for size in (s for micro in micros for unit in micro for s in unit.samples):
                 if size.owner == world.rank:
-                    outgoing[rank].append(mine[size.key])
+                    for rank in range(first, first + world.context_parallel):
+                        outgoing[rank].append(mine[size.key])
     return {(s.group_index, s.index): s for s in world.exchange(outgoing)}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -89,5 +91,28 @@ def optimizer_step(
 @torch.no_grad()
 def grad_norm(parameters: Sequence[nn.Parameter]) -> float:
     """L2 norm of all gradients over all ranks."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return math.hypot(*(_norm(grads) for grads in _by_mesh(parameters)))
+
+
+def _norm(grads: list[Tensor]) -> float:
+    """Of gradients on one mesh."""
+    first = grads[0]
+    if isinstance(first, DTensor):
+        axes = [axis for axis, placement in enumerate(first.placements) if not placement.is_replicate()]
+        if len(axes) > 1:  # torch adds up over several axes too, but warns that it is slow
+            own = torch.nn.utils.get_total_norm([g.to_local() for g in grads if isinstance(g, DTensor)])
+            square = own.double().square()
+            for axis in axes:
+                dist.all_reduce(square, group=first.device_mesh.get_group(axis))
+            return math.sqrt(float(square))
+    norm = torch.nn.utils.get_total_norm(grads)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+    """Their gradients; those of experts spread over ranks lie on a mesh of their own, and do not mix with others."""
+    grads: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None:
+            grads.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+    return list(grads.values())

@@ -7,8 +7,9 @@ number of ranks, each rank gets the same number of microbatches, and only sample
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -260,4 +261,41 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
         advantages=torch.tensor(flat["advantage"], dtype=torch.float32),
         rollout_logprobs=torch.tensor(flat["rollout"], dtype=torch.float32) if have_rollout else None,
         sample_keys=keys,
+    )
+
+
+def share_rows(batch: Microbatch, rank: int, ranks: int) -> Microbatch:
+    """This rank's part of a microbatch whose rows `ranks` ranks share: an equal run of them, and what they predict.
+
+    Borders and keys of segments stay those of all rows. Rows are added at the end to make the runs equal, a segment of
+    their own that predicts nothing.
+    """
+    rows = len(batch.input_ids)
+    extra = -rows % ranks
+    count = (rows + extra) // ranks
+    start = rank * count
+
+    def run(values: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        return torch.cat([values, added])[start : start + count]
+
+    borders = [batch.cu_seqlens_q, batch.cu_seqlens_k]
+    kv_index = batch.kv_index
+    if extra:
+        borders = [torch.cat([b, b[-1:] + extra]) for b in borders]
+        if kv_index is not None:
+            kv_index = torch.cat([kv_index, torch.arange(rows, rows + extra)])
+    mine = (batch.logit_rows >= start) & (batch.logit_rows < start + count)
+    names = ("targets", "sample_ids", "loss_mask", "loss_weights", "advantages", "rollout_logprobs")
+    predicted: dict[str, Any] = {name: None if (v := getattr(batch, name)) is None else v[mine] for name in names}
+    return replace(
+        batch,
+        input_ids=run(batch.input_ids, torch.zeros(extra, dtype=torch.int64)),
+        position_ids=run(batch.position_ids, torch.arange(extra)),
+        cu_seqlens_q=borders[0],
+        cu_seqlens_k=borders[1],
+        kv_index=kv_index,
+        max_seqlen_q=max(batch.max_seqlen_q, extra),
+        max_seqlen_k=max(batch.max_seqlen_k, extra),
+        logit_rows=batch.logit_rows[mine] - start,
+        **predicted,
     )

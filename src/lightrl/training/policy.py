@@ -16,9 +16,11 @@ from transformers import AutoConfig
 from lightrl.config.schema import ModelConfig
 from lightrl.distributed import fsdp
 from lightrl.distributed.mesh import World
+from lightrl.errors import UserError
 from lightrl.kernels.logprob import linear_logprobs
-from lightrl.models import gated_delta, load, recompute, registry
+from lightrl.models import experts, gated_delta, load, recompute, registry
 from lightrl.models.attention import Segments
+from lightrl.models.context_parallel import SharedSegments
 from lightrl.models.names import StoredTensors, kept_names
 from lightrl.types import Microbatch
 
@@ -32,7 +34,9 @@ class PolicyModule(nn.Module):
         self.model: Any = model
         self.packed = packed
 
-    def forward(self, batch: Microbatch, segments: Segments | None, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: Microbatch, segments: Segments | SharedSegments | None, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs [N] and entropies [N] of the microbatch's targets, float32."""
         if not self.packed:
             return self._padded(batch, temperature)
@@ -78,6 +82,8 @@ class Policy:
     """Folder of the checkpoint it was loaded from."""
     compute_dtype: torch.dtype
     device: torch.device
+    context_group: Any = None
+    """Ranks that share the rows of each microbatch; None: all rows are here."""
 
     @classmethod
     def load(cls, config: ModelConfig, world: World, *, frozen: bool = False) -> Policy:
@@ -99,9 +105,13 @@ class Policy:
         )
         packed = registry.packs_exactly(hf_config) and registry.is_own_code(model)
         kernels = packed and config.kernels == "auto" and fused_kernels_run(world.device)
+        if not packed:
+            _refuse_spreading(model, world, frozen)
         if packed:
             registry.prepare_packed(model, fuse=kernels)
             gated_delta.prepare_training(model, world.device, dtype)
+            if world.expert_mesh is not None:
+                experts.spread(model, world.expert_mesh["ep"])
         module = PolicyModule(model, packed=packed, kernels=kernels)
         if frozen:
             module.requires_grad_(False)
@@ -112,10 +122,18 @@ class Policy:
             compute_dtype=dtype,
             activation_checkpointing=config.activation_checkpointing and not frozen,
             recompute_contexts=partial(recompute.contexts, keep_attention=kernels and not config.recompute_attention),
+            expert_mesh=world.expert_mesh,
         )
         module.to_empty(device=world.device)
         module.eval()  # no dropout: what is trained is what was sampled from
-        return cls(module=module, hf_config=hf_config, source=source, compute_dtype=dtype, device=world.device)
+        return cls(
+            module=module,
+            hf_config=hf_config,
+            source=source,
+            compute_dtype=dtype,
+            device=world.device,
+            context_group=world.context_group,
+        )
 
     @property
     def model(self) -> Any:
@@ -124,7 +142,11 @@ class Policy:
 
     def __call__(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [N], with gradients where enabled. Every rank must call it as often."""
-        segments = Segments.from_microbatch(batch, self.device) if self.module.packed else None
+        segments: Segments | SharedSegments | None = None
+        if self.module.packed:
+            segments = whole = Segments.from_microbatch(batch, self.device)
+            if self.context_group is not None:
+                segments = SharedSegments(whole, self.context_group)
         return self.module(to_device(batch, self.device), segments, temperature)
 
     @torch.no_grad()
@@ -156,6 +178,16 @@ class Policy:
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
+
+
+def _refuse_spreading(model: Any, world: World, frozen: bool) -> None:
+    """UserError where experts or rows are to be spread and the model runs stock; a reference may keep its experts."""
+    for key, spread in (
+        ("parallel.expert_parallel", world.expert_mesh is not None and not frozen),
+        ("parallel.context_parallel", world.context_group is not None),
+    ):
+        if spread:
+            raise UserError(f"{key}: {type(model).__name__} runs by its own code, which does not spread: set it to 1")
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

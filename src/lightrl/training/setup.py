@@ -24,7 +24,7 @@ from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError, end
 from lightrl.models import load
-from lightrl.models.registry import stock_notice
+from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.policy import Policy
 from lightrl.types import Prompt
 
@@ -112,6 +112,22 @@ def check_vocabulary(prompts: Iterable[Prompt], tokenizer: Any, hf_config: Any) 
             )
 
 
+def check_parallel(config: ParallelConfig, hf_config: Any, model: str, *, needs_experts: bool = True) -> None:
+    """UserError for a model that cannot be spread as `[parallel]` asks; `model` names it: `model.path = …`.
+
+    Without `needs_experts` one that has none will do.
+    """
+    ranks, count = config.expert_parallel, num_experts(hf_config)
+    if ranks > 1 and needs_experts and not count:
+        kind = f"{model} ({hf_config.model_type})"
+        raise UserError(f"parallel.expert_parallel: {kind} has no experts that LightRL packs: set it to 1")
+    if count % ranks:
+        raise UserError(f"parallel.expert_parallel: {ranks} does not divide the {count} experts of {model}")
+    ranks = config.context_parallel
+    if ranks > 1 and (reason := unshared_rows(hf_config, ranks)) is not None:
+        raise UserError(f"parallel.context_parallel: {ranks} ranks cannot share rows of {model}: {reason}")
+
+
 def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
     """UserError for a reference without the policy's tokens: it could not say how likely they are."""
     path = config.model.reference_path
@@ -126,6 +142,7 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
             f"model.reference_path: {path} has {size} tokens, the policy {needed}: a reference has the policy's "
             "vocabulary; name an earlier checkpoint of the same model"
         )
+    check_parallel(config.parallel, theirs, f"model.reference_path = {path}", needs_experts=False)
 
 
 def load_reference(config: Config, world: World) -> Policy | None:
@@ -283,7 +300,9 @@ def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[
         "model": f"{config.model.path} ({parameters / 1e6:,.0f}M parameters, {policy.hf_config.model_type})",
         "compute": f"{policy.device.type}, {str(policy.compute_dtype).removeprefix('torch.')}, "
         f"{world.size} rank{'s' * (world.size > 1)} "
-        f"(shard {world.mesh.size(1)} x replicate {world.mesh.size(0)})",
+        f"(shard {world.mesh.size(1)} x replicate {world.mesh.size(0)}"
+        + (f", experts over {world.expert_mesh['ep'].size()}" if world.expert_mesh is not None else "")
+        + (f", rows over {world.context_parallel})" if world.context_parallel > 1 else ")"),
         "data": f"{len(prompts)} prompts from {config.data.path}",
         "step": f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples, "
         f"{config.algorithm.minibatches_per_step} update{'s' * (config.algorithm.minibatches_per_step > 1)}",

@@ -62,7 +62,14 @@ class Trainer:
     def __init__(self, config: Config, *, reward: Callable[..., Any] | None = None, claim: bool = False) -> None:
         setup.check(config)
         self.config = config
-        self.world = init_world(config.run.device, config.parallel.shard_size, config.parallel.timeout)
+        parallel = config.parallel
+        self.world = init_world(
+            config.run.device,
+            parallel.shard_size,
+            parallel.timeout,
+            parallel.expert_parallel,
+            parallel.context_parallel,
+        )
         self.console = Console(config.log, enabled=self.world.is_main)
         self.run_dir = Path(config.run.dir).expanduser()
         with contextlib.ExitStack() as held:
@@ -87,6 +94,7 @@ class Trainer:
         hf_config, self.tokenizer = load.load_config_and_tokenizer(
             model.path, model.revision, model.tokenizer, model.trust_remote_code
         )
+        setup.check_parallel(config.parallel, hf_config, f"model.path = {model.path}")
         self.context_length = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT
         self.prompts = load_prompts(
             config.data,
