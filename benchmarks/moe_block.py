@@ -116,6 +116,8 @@ def blocks(args: argparse.Namespace) -> tuple[Any, Any]:
             for name in ("grouped_mm", "eager")
         )
     experts.exchange(model, experts.softmax_router)
+    for module in model.modules():
+        module.fuse = True  # as with model.kernels = "auto"
     theirs, ours = stock.model.layers[0].mlp, model.model.layers[0].mlp
     torch.nn.init.normal_(theirs.gate.weight, std=args.hidden**-0.5)
     for name, parameter in list(theirs.named_parameters()):

@@ -171,7 +171,9 @@ def prepared(options: dict[str, Any], world: Any) -> Any:
     from lightrl.training.update import update
 
     config = Qwen3MoeConfig(**SHAPES[options["shape"]], num_hidden_layers=options["layers"])
-    policy = Policy.without_weights(ModelConfig(activation_checkpointing=True), config, world, source=Path("."))
+    policy = Policy.without_weights(
+        ModelConfig(activation_checkpointing=True, kernels="auto"), config, world, source=Path(".")
+    )
     torch.manual_seed(world.rank)
     with torch.no_grad():
         for parameter in policy.module.parameters():

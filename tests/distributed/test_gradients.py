@@ -95,6 +95,7 @@ def gradients(models: Path, case: dict, device: str = "cpu") -> tuple[dict[str, 
         path=str(models / case.get("model", "llama")),
         compute_dtype=case.get("compute_dtype", "float32"),
         activation_checkpointing=case.get("activation_checkpointing", False),
+        kernels=case.get("kernels", "off"),
     )
     policy = Policy.load(model, world)
     samples = make_samples(case.get("only"), case.get("mask_all_but"), case.get("zero", ()))

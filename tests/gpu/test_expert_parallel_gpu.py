@@ -52,14 +52,8 @@ def example(
 
 def layer(inputs: list[Tensor], group: Any) -> list[Tensor]:
     """Output, and the gradients of hidden, weights and this rank's experts."""
-    import torch.nn.functional as F
-
-    from lightrl.kernels.moe import ExpertWeights
+    from lightrl.kernels.moe import ExpertWeights, swiglu
     from lightrl.models.expert_parallel import make_plan, parallel_experts
-
-    def swiglu(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
 
     leaves = [t.detach().requires_grad_() for t in inputs[:4]]
     experts = ExpertWeights(gate_up=leaves[2], down=leaves[3])

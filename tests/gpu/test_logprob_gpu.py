@@ -193,10 +193,12 @@ def test_tied_head_under_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
     found = {}
     for name, device, dtype in (("cpu", "cpu", "float32"), ("exact", "cuda", "float32"), ("ours", "cuda", "bfloat16")):
-        found[name] = gradients(tmp_path, CASES["token_mean"] | {"compute_dtype": dtype}, device)[0]
+        found[name] = gradients(tmp_path, CASES["token_mean"] | {"compute_dtype": dtype, "kernels": "auto"}, device)[0]
         close_world()
     monkeypatch.setattr(policy, "linear_logprobs", linear_logprobs_torch)
-    found["plain"] = gradients(tmp_path, CASES["token_mean"] | {"compute_dtype": "bfloat16"}, "cuda")[0]
+    found["plain"] = gradients(
+        tmp_path, CASES["token_mean"] | {"compute_dtype": "bfloat16", "kernels": "auto"}, "cuda"
+    )[0]
     close_world()
     for name, truth in found["cpu"].items():
         assert relative_error(found["exact"][name], truth.double()) < 1e-4, name

@@ -223,6 +223,8 @@ def tiny_model(implementation: str | None, layers: int = 1) -> Any:
     model = model.to("cuda", torch.bfloat16)
     if implementation is None:
         experts.exchange(model, experts.softmax_router)
+        for module in model.modules():
+            module.fuse = True
     return model
 
 

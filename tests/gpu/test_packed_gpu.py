@@ -66,7 +66,7 @@ def stock_results(model: torch.nn.Module, units, coefficients: torch.Tensor) -> 
 
 def our_results(model: torch.nn.Module, units, coefficients: torch.Tensor, *, fuse: bool) -> Results:
     registry.prepare_packed(model, fuse=fuse)
-    module = PolicyModule(model, packed=True)
+    module = PolicyModule(model, packed=True, kernels=fuse)
     batch = pack(units, [[1.0] * len(u) for u in units])
     device = torch.device("cuda")
     logprobs, entropies = module(to_device(batch, device), Segments.from_microbatch(batch, device), TEMPERATURE)

@@ -85,13 +85,8 @@ def experts_forward(experts: Any, hidden: Tensor, indices: Tensor, weights: Tens
 def _activation(experts: Any) -> Activation:
     """`swiglu`, which has kernels of its own, where that is what the family does: all of ours but gpt-oss."""
     stock = type(experts)._apply_gate.__module__ == "transformers.integrations.moe"  # else the family has its own
-    is_swiglu = (
-        getattr(experts, "fuse", False)
-        and stock
-        and experts.is_concatenated
-        and experts.config.hidden_act in ("silu", "swish")
-    )
-    return swiglu if is_swiglu else experts._apply_gate
+    is_swiglu = stock and experts.is_concatenated and experts.config.hidden_act in ("silu", "swish")
+    return swiglu if is_swiglu and getattr(experts, "fuse", False) else experts._apply_gate
 
 
 def _own(parameter: Tensor) -> Tensor:
