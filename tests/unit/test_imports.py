@@ -35,7 +35,7 @@ RULES = {
     "types": "torch |",
     "config": "pydantic pydantic_core lightrl.errors | tomlkit",  # never torch: mistakes answer at once
     "kernels": "torch triton |",
-    "algorithms": "torch lightrl.types |",
+    "algorithms": "torch lightrl.types lightrl.kernels |",
     "training.packing": "torch lightrl.types lightrl.training.balance |",
     "training.balance": "torch |",
     "models": "torch transformers safetensors huggingface_hub numpy lightrl.errors lightrl.wrappers lightrl.kernels | "

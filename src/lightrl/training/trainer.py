@@ -38,7 +38,7 @@ from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
 from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training import setup
-from lightrl.training.advantage import penalize_with_kl, set_advantages, whiten_advantages
+from lightrl.training.advantage import Advantages, finish_advantages, overlong_metrics, set_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
 from lightrl.training.checkpoint import Checkpointer
@@ -100,6 +100,7 @@ class Trainer:
         self.scorer = Scorer(config.reward, custom=reward)
         self._held.callback(end, self.scorer.close)
         self.filter = load_filter(config.rollout.filter)
+        self.advantages = Advantages.load(config.algorithm, config.rollout.max_response_tokens)
         if reward is None:
             check_labels(self.prompts, config.reward)
         self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer)
@@ -153,8 +154,7 @@ class Trainer:
             raise UserError(
                 "a step was interrupted in its updates: make a new Trainer, which resumes from a checkpoint"
             )
-        tally, algorithm = Tally(), self.config.algorithm
-        timer = StageTimer()
+        tally, timer = Tally(), StageTimer()
         with timer("sync"):
             self._sync_engine()
         selection = self.selection(prompts, source)
@@ -165,13 +165,10 @@ class Trainer:
         with timer("sync"):
             release_engine(self.policy, self.engine, self.state)
         with timer("train"):
-            set_advantages(groups, normalize_std=algorithm.normalize_std)
+            set_advantages(groups, self.advantages)
             batch = self.pack(groups)
             self.add_logprobs(batch, tally)
-            if self.reference is not None and algorithm.kl_in == "reward":
-                penalize_with_kl(groups, batch, self.world, algorithm)
-            if algorithm.whiten:
-                whiten_advantages(batch, self.world)
+            finish_advantages(groups, batch, self.advantages, self.world)
             self._torn = True
             for minibatch in batch:
                 self._update(minibatch, tally)
@@ -207,7 +204,9 @@ class Trainer:
 
     def _report(self, groups: Sequence[SampleGroup], selection: Selection, tally: Tally) -> None:
         """Metrics, files and console lines about the step's samples."""
-        tally.merge([rollout_metrics(groups, self.sampling.max_new_tokens)])
+        compares = self.config.algorithm.estimator.compares
+        tally.merge([rollout_metrics(groups, self.sampling.max_new_tokens, compares=compares)])
+        tally.merge([overlong_metrics(groups, self.advantages)])
         if self.filter is not None:
             for name, value in selection.metrics().items():
                 tally.add(name, value, kind="max")  # known to all ranks
