@@ -24,6 +24,8 @@ OPS = {
     "startup": "seconds until help, a config error, an import",
     "embedded_generate": "tokens/s of the embedded engine; peer: transformers' generate",
     "grpo_step_cpu": "seconds a GRPO step on the CPU; peer: TRL's GRPOTrainer",
+    "algorithms": "reward of the quickstart on the CPU by algorithm, three seeds",
+    "gae": "ms of generalized advantage estimation; peer: a serial loop",
     "sleep_wake": "seconds to move the trainer off the GPUs and back; peer: bare page-locked copies",
     "weight_sync": "ms to pass weights into SGLang; peers: per tensor, one bucket at a time",
     "step_overhead": "share of a step that neither generates nor trains, SGLang on the same GPUs",

@@ -193,7 +193,8 @@ BAD_FLAGS = {
     "--run.steps 1e3": "--run.steps: expected a whole number, got 1000.0",
     "--run.steps true": "--run.steps: expected a whole number, got true",
     "--run.resume maybe": '--run.resume: expected true or false, got "maybe"',
-    "--algorithm.advantage gae": '--algorithm.advantage: expected "grpo", got "gae"',
+    "--algorithm.advantage gpro": "--algorithm.advantage: no estimator 'gpro': did you mean 'grpo'? "
+    "(your own is 'package.module:function')",
     "--log.trackers wandbb": '--log.trackers: expected one of "jsonl", "tensorboard", "wandb", got "wandbb"; '
     'did you mean "wandb"?',
     "--log.trackers [jsonl]": '--log.trackers: expected a list of names in TOML, such as \'["a", "b"]\', got "[jsonl]"',

@@ -107,8 +107,7 @@ FULL = Config(
         transport="disk", folder="w", address="node1", port=29600, timeout=8.5, bucket_mib=64, verify_every=3
     ),
     algorithm=AlgorithmConfig(
-        advantage="grpo",
-        normalize_std=False,
+        advantage="reinforce_plus_plus",
         gamma=0.5,
         whiten="group",
         overlong_buffer=2,
@@ -192,7 +191,7 @@ def test_dump_reloads() -> None:
     for name, cls in sections().items():
         for field in dataclasses.fields(cls):
             key = f"{name}.{field.name}"
-            if key not in ("engine.kind", "engine.urls", "algorithm.advantage"):  # have one value only
+            if key not in ("engine.kind", "engine.urls", "algorithm.normalize_std"):  # they go with other values
                 # Each field differs from its default, so that a field lost on the way shows.
                 assert getattr(getattr(FULL, name), field.name) != getattr(cls(), field.name), key
     assert reload(FULL) == FULL
@@ -200,6 +199,10 @@ def test_dump_reloads() -> None:
         FULL, engine=EngineConfig(kind="sglang_server", urls=["http://a:1", "http://[::1]:2"])
     )
     assert reload(servers) == servers
+    centred = dataclasses.replace(FULL, algorithm=AlgorithmConfig(normalize_std=False))
+    assert reload(dataclasses.replace(centred, model=ModelConfig())) == dataclasses.replace(
+        centred, model=ModelConfig()
+    )
 
 
 def test_dump_of_random_text_and_numbers() -> None:

@@ -17,8 +17,8 @@ RECORDS = "lightrl.errors lightrl.types lightrl.threads"
 SECTION = f"{RECORDS} lightrl.config.schema"
 LIBRARY = (
     "lightrl.algorithms lightrl.config lightrl.data lightrl.distributed lightrl.engine.base lightrl.errors "
-    "lightrl.kernels lightrl.models lightrl.wrappers lightrl.observe lightrl.rewards lightrl.rollout lightrl.sync "
-    "lightrl.types"
+    "lightrl.hooks lightrl.kernels lightrl.models lightrl.wrappers lightrl.observe lightrl.rewards lightrl.rollout "
+    "lightrl.sync lightrl.types"
 )
 # Room (the longest prefix of a module counts): what it may import anywhere | what only inside functions or for types.
 # Each room may import itself; the standard library is free.

@@ -50,6 +50,4 @@ def test_long_rows(decay):
     inputs = torch.randn(2, length, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rates = torch.full_like(inputs, decay)
     rates[1, 50_000] = 0.0
-    torch.testing.assert_close(
-        reverse_scan(rates, inputs), reverse_scan_reference(rates, inputs), atol=1e-9, rtol=1e-9
-    )
+    torch.testing.assert_close(reverse_scan(rates, inputs), reverse_scan_reference(rates, inputs), atol=1e-9, rtol=1e-9)

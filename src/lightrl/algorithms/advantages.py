@@ -37,9 +37,11 @@ class TokenRewards:
     """The loss tokens of whole answers, answer after answer. Tokens that were given, not sampled, are left out."""
 
     rewards: Tensor
-    """[N] float64: minus the weighted KL of each token, where it is in the reward; an answer's own on its last token."""
+    """[N] float64: an answer's reward on its last token; with the KL in the reward, each token loses its own."""
     ends: Tensor
     """[N] bool: the last token of its answer."""
+    values: Tensor | None = None
+    """[N] float64: what a critic expects from each token on."""
 
 
 # ----- of a group: [G]
@@ -85,7 +87,23 @@ def reinforce_plus_plus(tokens: TokenRewards, *, gamma: float = 1.0) -> Tensor:
 
     With gamma 1: the answer's reward less the KL from this token to its end.
     """
-    return reverse_scan(gamma * (~tokens.ends).to(tokens.rewards.dtype), tokens.rewards)
+    goes_on = (~tokens.ends).to(tokens.rewards.dtype)
+    return reverse_scan(gamma * goes_on, tokens.rewards)
+
+
+def gae(tokens: TokenRewards, *, gamma: float = 1.0, gae_lambda: float = 1.0) -> Tensor:
+    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), to be whitened over the batch.
+
+    A_t = d_t + gamma lambda A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t; A and V are 0 behind an answer's last token.
+    What the critic should have said is A_t + V_t. Axes may come before N; each row then ends with an answer's end.
+    """
+    assert tokens.values is not None, "GAE needs a critic's values"
+    values, goes_on = (
+        tokens.values.double(),
+        gamma * (~tokens.ends).double(),
+    )  # d_t of 10^5 tokens add up their rounding
+    deltas = tokens.rewards + goes_on * values.roll(-1, -1) - values
+    return reverse_scan(gae_lambda * goes_on, deltas).to(tokens.values.dtype)
 
 
 # ----- rewards of answers that are nearly too long

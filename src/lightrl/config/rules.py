@@ -59,7 +59,9 @@ def of_advantages(config: Config) -> Problems:
             takers = " or ".join(repr(n) for n, other in ESTIMATORS.items() if key in other.keys)
             problems.append((f"algorithm.{key}", f"only used by algorithm.advantage = {takers}: drop it"))
     if algorithm.overlong_buffer is None and algorithm.overlong_penalty != 1.0:
-        problems.append(("algorithm.overlong_penalty", "only used with algorithm.overlong_buffer: set it, or drop this"))
+        problems.append(
+            ("algorithm.overlong_penalty", "only used with algorithm.overlong_buffer: set it, or drop this")
+        )
     if algorithm.overlong_buffer is not None and algorithm.overlong_buffer > config.rollout.max_response_tokens:
         limit = f"rollout.max_response_tokens = {config.rollout.max_response_tokens}"
         problems.append(("algorithm.overlong_buffer", f"{algorithm.overlong_buffer} exceeds {limit}: lower it"))

@@ -12,7 +12,7 @@ _CHUNK = 16  # log2(16) passes over all elements, then the scan of a sixteenth o
 def reverse_scan_reference(decay: Tensor, inputs: Tensor) -> Tensor:
     """As `reverse_scan`, one step of the last axis after the other."""
     outputs = torch.empty_like(inputs)
-    running = torch.zeros_like(inputs[..., 0]) if inputs.shape[-1] else None
+    running = inputs.new_zeros(inputs.shape[:-1])
     for t in reversed(range(inputs.shape[-1])):
         running = inputs[..., t] + decay[..., t] * running
         outputs[..., t] = running

@@ -55,10 +55,13 @@ class Advantages:
         return overlong_penalty(sample.response_length, limit=self.max_response_tokens, buffer=buffer, penalty=penalty)
 
     def __call__(self, rewards: GroupRewards | TokenRewards) -> Any:
-        return self.function(rewards, **{key: getattr(self.config, key) for key in self.config.estimator.keys})
+        options: dict[str, Any] = {key: getattr(self.config, key) for key in self.config.estimator.keys}
+        return self.function(rewards, **options)
 
 
-def set_advantages(groups: Sequence[SampleGroup], advantages: Advantages, kl: Mapping[Key, float] | None = None) -> None:
+def set_advantages(
+    groups: Sequence[SampleGroup], advantages: Advantages, kl: Mapping[Key, float] | None = None
+) -> None:
     """Each group's scored samples against each other; failed ones take no part.
 
     `kl`: what each sample's reward loses to the reference. Estimators of tokens find the reward they start from.
@@ -89,7 +92,7 @@ def _checked(answer: Any, samples: Sequence[Sample], name: str) -> list[float | 
     values: list[float | list[float]] = []
     for sample, item in zip(samples, answer, strict=True):
         try:
-            value = [float(x) for x in item] if hasattr(item, "__len__") or getattr(item, "ndim", 0) else float(item)
+            value = [float(x) for x in item] if getattr(item, "ndim", 1) and hasattr(item, "__len__") else float(item)
         except (TypeError, ValueError):
             raise fault(f"{item!r:.80} for a sample: return a number, or one for each token of its response") from None
         if isinstance(value, list) and len(value) != sample.response_length:
@@ -107,6 +110,8 @@ def finish_advantages(groups: Sequence[SampleGroup], batch: Batch, advantages: A
         penalize_with_kl(groups, batch, advantages, world)
     if config.whitening != "none":
         whiten_advantages(batch, world, within_groups=config.whitening == "group")
+    for microbatch in _of_samples(batch):
+        microbatch.advantages = microbatch.advantages.float()
 
 
 def penalize_with_kl(groups: Sequence[SampleGroup], batch: Batch, advantages: Advantages, world: World) -> None:
@@ -135,7 +140,7 @@ def penalize_with_kl(groups: Sequence[SampleGroup], batch: Batch, advantages: Ad
 
 
 def set_token_advantages(batch: Batch, advantages: Advantages) -> None:
-    """Advantages of an estimator of tokens, in place of each sample's reward; 0 on tokens that were given.
+    """Advantages of an estimator of tokens, float64, in place of each sample's reward; 0 on tokens that were given.
 
     Each token's reward is minus its weighted KL, with the KL in the reward; the sample's own comes on its last loss
     token. Tokens in between that carry no loss are passed over, as if they were not there.
@@ -150,9 +155,8 @@ def set_token_advantages(batch: Batch, advantages: Advantages) -> None:
         if config.kl_coef and config.kl_in == "reward":
             rewards -= config.kl_coef * _token_kl(microbatch, config)[counted].double()
         rewards[ends] += microbatch.advantages[counted][ends].double()
-        found = advantages(TokenRewards(rewards=rewards, ends=ends))
-        microbatch.advantages = torch.zeros_like(microbatch.advantages)
-        microbatch.advantages[counted] = found.float()
+        microbatch.advantages = torch.zeros(len(microbatch.targets), dtype=torch.float64)
+        microbatch.advantages[counted] = advantages(TokenRewards(rewards=rewards, ends=ends))
 
 
 def _of_samples(batch: Batch) -> Iterator[Microbatch]:
