@@ -48,8 +48,9 @@ RULES = {
     "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models |",
     "engine.sglang": f"torch {SECTION} lightrl.distributed.waiting lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
-    "engine.sglang_host": "lightrl.engine.sglang_answers lightrl.engine.sglang_frames lightrl.engine.sglang_versions "
-    "| sglang",
+    "engine.sglang_host": "lightrl.errors lightrl.engine.sglang_answers lightrl.engine.sglang_arguments "
+    "lightrl.engine.sglang_frames lightrl.engine.sglang_versions | sglang",
+    "engine.sglang_arguments": "lightrl.errors lightrl.engine.sglang_versions |",
     "engine.sglang_answers": "|",
     "engine.sglang_versions": "|",
     "engine.sglang_receiver": "torch lightrl.sync lightrl.engine |",

@@ -49,6 +49,11 @@ def check(config: Config) -> None:
         problems.append(("log.trackers", "wandb is not installed: pip install wandb, or take 'wandb' out"))
     if problems:
         raise UserError("; ".join(f"{key}: {text}" for key, text in problems))
+    if config.engine.kind == "sglang":
+        from lightrl.engine import sglang_arguments
+
+        sglang_arguments.check_installed()
+        sglang_arguments.check(config.engine.args)
 
 
 @contextmanager

@@ -281,9 +281,10 @@ class Trainer:
         setup.make_room(self.config.engine, self.policy, self.state)
         self.engine.restart()
 
-    def _tell_restart(self, count: int) -> None:
-        engines = "an engine" if count == 1 else f"{count} engines"
-        self.console.warning(f"{engines} died and is started anew; answers that were lost are sampled again")
+    def _tell_restart(self, count: int, why: str) -> None:
+        engines = "an engine died and is" if count == 1 else f"{count} engines died and are"
+        reason = f": {why}" if why else ""
+        self.console.warning(f"{engines} started anew; answers that were lost are sampled again{reason}")
 
     def pack(self, groups: Sequence[SampleGroup]) -> list[list[Microbatch]]:
         """This rank's microbatches of every update of the step."""
