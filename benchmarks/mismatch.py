@@ -329,7 +329,7 @@ def trainer_logprobs(trainer: Any, groups: list[Any], samples: list[Any]) -> Any
 
     from lightrl.training.advantage import set_advantages
 
-    set_advantages(groups, normalize_std=True)
+    set_advantages(groups, trainer.advantages)
     found: dict[tuple[int, int], Any] = {}
     for batch in (m for minibatch in trainer.pack(groups) for m in minibatch):
         logprobs = trainer.policy.logprobs(batch, 1.0)

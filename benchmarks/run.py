@@ -28,6 +28,8 @@ OPS = {
     "fused_ops": "us of norms, rotations and SwiGLU; peers: transformers' own code, Liger",
     "grpo_step_cpu": "seconds a GRPO step on the CPU; peer: TRL's GRPOTrainer",
     "logprob": "ms of log-probs and entropies from hidden states; peers: whole logits, checkpointed chunks, Liger",
+    "algorithms": "reward of the quickstart on the CPU by algorithm, three seeds",
+    "gae": "ms of generalized advantage estimation; peer: a serial loop",
     "sleep_wake": "seconds to move the trainer off the GPUs and back; peer: bare page-locked copies",
     "weight_sync": "ms to pass weights into SGLang; peers: per tensor, one bucket at a time",
     "moe_block": "ms and memory of a mixture-of-experts block; peer: transformers with grouped_mm",

@@ -2,7 +2,8 @@
 
     OMP_WAIT_POLICY=passive torchrun --nproc-per-node 2 examples/manual_loop.py configs/quickstart.toml 5
 
-Left out: evaluation, checkpoints, logs, a reference, whitening, stop strings, `rollout.truncated` other than keep.
+Left out: evaluation, checkpoints, logs, a reference, whitening, estimators of tokens, stop strings, `rollout.truncated`
+other than keep.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lightrl.rewards import Scorer
 from lightrl.rollout.collect import collect, run_async
 from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training import setup
-from lightrl.training.advantage import set_advantages
+from lightrl.training.advantage import Advantages, set_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
 from lightrl.training.optim import build_optimizer, build_schedule
@@ -44,6 +45,7 @@ def main(config_path: str, steps: int | None = None) -> Policy:
     prompts = load_prompts(config.data, tokenizer, context_length=context, max_response_tokens=limit)
     source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
     scorer = Scorer(config.reward)
+    advantages = Advantages.load(algorithm, limit)
     sampling = SamplingParams(max_new_tokens=limit, temperature=temperature, top_p=rollout.top_p, top_k=rollout.top_k)
     policy = Policy.load(config.model, world)  # FSDP2 shards, float32 masters
     optimizer = build_optimizer(policy.parameters(), config.optim)
@@ -59,7 +61,7 @@ def main(config_path: str, steps: int | None = None) -> Policy:
                     decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
         )  # fmt: skip
         release_engine(policy, engine)  # … and gives them back
-        set_advantages(groups, normalize_std=algorithm.normalize_std)  # (reward - mean) / std of its group
+        set_advantages(groups, advantages)  # GRPO: (reward - mean) / std of its group
         batch = build_minibatches(
             [TrainSample.from_sample(s) for g in groups for s in g.scored], world,
             minibatches=algorithm.minibatches_per_step, max_tokens=config.parallel.max_tokens_per_microbatch,

@@ -10,7 +10,7 @@ from typing import Any
 
 # Its "scheduler" is a process that gives every line back. Prompts and model paths choose what goes wrong.
 STAND_IN = """
-import asyncio, json, os, pathlib, signal, subprocess, time
+import asyncio, json, os, pathlib, signal, subprocess, tempfile, time
 from lightrl.sync.mailbox import Mailbox
 
 class Manager:
@@ -80,6 +80,7 @@ class Engine:
     def __init__(self, **arguments):
         self.server_args = arguments
         print("starting with", arguments, flush=True)
+        tempfile.NamedTemporaryFile(delete=False)  # as SGLang's sockets, which stay
         if arguments["model_path"] == "orphan": print("sleeper", subprocess.Popen(["sleep", "600"]).pid, flush=True)
         taken = pathlib.Path(arguments["model_path"], "port_taken")  # a letter for each start that meets it
         if taken.is_file() and (left := taken.read_text()):
@@ -87,6 +88,9 @@ class Engine:
             raise RuntimeError("[Errno 98] Address already in use")
         if arguments["model_path"] == "full": raise RuntimeError("CUDA out of memory")
         if arguments["model_path"] == "silent": time.sleep(600)
+        if arguments["model_path"] == "crash":
+            print("Traceback:\\nValueError: no backend x\\n\\nReceived sigquit from a child process", flush=True)
+            os._exit(1)
         if arguments["model_path"] == "exits":
             if os.fork() == 0: time.sleep(600)  # has the connection as well
             os._exit(3)

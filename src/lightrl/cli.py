@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from lightrl import ending
-from lightrl.errors import UserError
+from lightrl.errors import LostError, UserError
 from lightrl.threads import sleep_while_waiting
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. Wrong input is a line on stderr for each problem, and exit status 2."""
     try:
         app(args=None if argv is None else list(argv), prog_name="lightrl")
-    except UserError as error:
+    except (UserError, LostError) as error:
         ending.mistake(error)
 
 
@@ -211,11 +212,17 @@ def _load(paths: Sequence[str], overrides: Sequence[str], *, evaluate: bool = Fa
     from lightrl.rewards import registry
 
     def code_fault(key: str, name: str) -> str | None:
-        if key == "filter":  # its other names are known to the config itself
+        if key in ("filter", "advantage"):  # their other names are known to the config itself
             return hooks.fault(name) if ":" in name else None
         return registry.fault(name)
 
-    return load_for_run(paths, overrides, evaluate=evaluate, code_fault=code_fault)
+    config = load_for_run(paths, overrides, evaluate=evaluate, code_fault=code_fault)
+    if config.engine.kind == "sglang":
+        from lightrl.engine import sglang_arguments
+
+        with _placed(paths, overrides):
+            sglang_arguments.check(config.engine.args)
+    return config
 
 
 @contextlib.contextmanager
@@ -223,6 +230,8 @@ def _placed(paths: Sequence[str], overrides: Sequence[str]) -> Iterator[None]:
     """Errors that begin with a key begin with the file and line, or the flag, that set it."""
     try:
         yield
+    except LostError:
+        raise
     except UserError as error:
         from lightrl.config.load import placed
 
@@ -247,10 +256,9 @@ def _train(config: Config) -> None:
             metrics = trainer.train()
         finally:
             trainer.close()
-        run = config.run.dir
-        trainer.console.notice(
-            f"done; checkpoints are in {run}/checkpoints. Next: lightrl report {run}, or lightrl export OUT --run {run}"
-        )
+        run = shlex.quote(config.run.dir)
+        next_steps = f"lightrl report {run}, or lightrl export OUT --run {run}"
+        trainer.console.notice(f"done; checkpoints are in {config.run.dir}/checkpoints. Next: {next_steps}")
         close_world()  # after success only: with a rank lost, leaving the group could wait for it
     _check_gates(config, metrics)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar, cast
 
-from lightrl.errors import UserError
+from lightrl.errors import LostError, UserError
 
 T = TypeVar("T")
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -33,8 +33,9 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ
 
 
-def mistake(error: UserError) -> NoReturn:
-    """End with status 2 and a line for each problem. Notes of the error, such as the user's own frames, come before.
+def mistake(error: UserError | LostError) -> NoReturn:
+    """End with status 2 (1 for a loss) and a line for each problem. Notes of the error, such as the user's own frames,
+    and the end of a log come before.
 
     What may have gone wrong on this rank alone, once the run has begun, is in torchrun's report; under a launcher that
     has none, every rank prints.
@@ -43,7 +44,11 @@ def mistake(error: UserError) -> NoReturn:
     prints = speaks() or (problems is None and not os.environ.get(_ERROR_FILE))
     for note in getattr(error, "__notes__", ()) if prints else ():
         print(note, file=sys.stderr)
-    _leave([f"error: {problem}" for problem in problems or [str(error)]], 2, prints)
+    log: list[str] = []
+    if isinstance(error, LostError):
+        problems, log = [error.line], str(error).splitlines()[1:]
+    status = 2 if isinstance(error, UserError) else 1
+    _leave([*log, *(f"error: {problem}" for problem in problems or [str(error)])], status, prints)
 
 
 def leave(lines: Sequence[str], *, status: int) -> NoReturn:
@@ -81,12 +86,12 @@ def recorded(run: Callable[[], T]) -> T:
         return run()
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    mistakes: list[UserError] = []
+    mistakes: list[UserError | LostError] = []
 
     def guarded() -> T | None:
         try:
             return run()
-        except UserError as error:
+        except (UserError, LostError) as error:
             mistakes.append(error)
             return None
 

@@ -68,7 +68,9 @@ class Sample:
     status: Status = Status.COMPLETED
     reward: float | None = None
     """None until scored, and for a failed sample."""
-    advantage: float | None = None
+    advantage: float | list[float] | None = None
+    """Of every token of the response, or of each. Estimators of tokens (docs/algorithms.md) have their own where the
+    sample is trained; here is the reward that they start from."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Free-form: what the reward returned besides its number, failure reasons, …"""
 

@@ -123,7 +123,7 @@ def test_real_model_in_bfloat16(trainer_for, tmp_path: Path, smollm2: Path) -> N
     sync_weights(trainer.policy, trainer.engine, 0)
     groups = trainer.collect(trainer.source.next(4))
     release_engine(trainer.policy, trainer.engine)
-    set_advantages(groups, normalize_std=True)
+    set_advantages(groups, trainer.advantages)
     trained: dict[tuple[int, int], list[float]] = {}
     for batch in trainer.pack(groups)[0]:
         logprobs = trainer.policy.logprobs(batch, 1.0)

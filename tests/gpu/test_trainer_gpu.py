@@ -68,7 +68,7 @@ def test_first_update_is_exactly_on_policy(trainer_for, dtype: str) -> None:
     sync_weights(trainer.policy, trainer.engine, 0)
     groups = trainer.collect(trainer.source.next(4))
     release_engine(trainer.policy, trainer.engine)
-    set_advantages(groups, normalize_std=True)
+    set_advantages(groups, trainer.advantages)
     batch = trainer.pack(groups)
     trainer.add_logprobs(batch, Tally())
     tally = Tally()

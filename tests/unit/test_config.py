@@ -34,6 +34,13 @@ RUN_KEYS = "dir, steps, seed, resume, device, deterministic"
 SET_KEYS = ", ".join(f.name for f in dataclasses.fields(EvalSetConfig))
 
 BAD_TOML = {
+    "an answer's tokens on several ranks": (
+        '[algorithm]\nadvantage = "reinforce_plus_plus"\n[parallel]\ncontext_parallel = 2',
+        [
+            "run.toml:4: parallel.context_parallel: algorithm.advantage = 'reinforce_plus_plus' wants all tokens of an "
+            "answer on one rank: set it to 1"
+        ],
+    ),
     "unknown key": ("[optim]\nlrr = 1", ["run.toml:2: optim.lrr: unknown key; did you mean optim.lr?"]),
     "unknown dotted key": ("optim.lrr = 1", ["run.toml:1: optim.lrr: unknown key; did you mean optim.lr?"]),
     "key outside of its section": ("lr = 1", ["run.toml:1: lr: unknown key; did you mean optim.lr?"]),
@@ -193,7 +200,8 @@ BAD_FLAGS = {
     "--run.steps 1e3": "--run.steps: expected a whole number, got 1000.0",
     "--run.steps true": "--run.steps: expected a whole number, got true",
     "--run.resume maybe": '--run.resume: expected true or false, got "maybe"',
-    "--algorithm.advantage gae": '--algorithm.advantage: expected "grpo", got "gae"',
+    "--algorithm.advantage gpro": "--algorithm.advantage: no estimator 'gpro': did you mean 'grpo'? "
+    "(your own is 'package.module:function')",
     "--log.trackers wandbb": '--log.trackers: expected one of "jsonl", "tensorboard", "wandb", got "wandbb"; '
     'did you mean "wandb"?',
     "--log.trackers [jsonl]": '--log.trackers: expected a list of names in TOML, such as \'["a", "b"]\', got "[jsonl]"',

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightrl import ending
+from lightrl.engine.base import EngineLostError, EngineStartError
 from lightrl.errors import UserError
 
 SRC = Path(ending.__file__).parents[1]
@@ -95,6 +96,19 @@ def test_notes_of_a_mistake_stand_above_its_line(
         "  a frame of the user's",
         "error: mine.jsonl:1: ValueError: no",
     ]
+
+
+def test_a_loss_is_a_line_below_the_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for kind, status in ((EngineLostError, "1"), (EngineStartError, "2")):
+        with pytest.raises(SystemExit, match=status):
+            ending.mistake(kind("it ended; lower x. The end of run/e.log:\nTraceback of its own\nsigquit"))
+        assert capsys.readouterr().err.splitlines() == [
+            "Traceback of its own",
+            "sigquit",
+            "error: it ended; lower x (log: run/e.log)",
+        ]
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "other"])

@@ -17,8 +17,8 @@ RECORDS = "lightrl.errors lightrl.types lightrl.threads"
 SECTION = f"{RECORDS} lightrl.config.schema"
 LIBRARY = (
     "lightrl.algorithms lightrl.config lightrl.data lightrl.distributed lightrl.engine.base lightrl.errors "
-    "lightrl.kernels lightrl.models lightrl.wrappers lightrl.observe lightrl.rewards lightrl.rollout lightrl.sync "
-    "lightrl.types"
+    "lightrl.hooks lightrl.kernels lightrl.models lightrl.wrappers lightrl.observe lightrl.rewards lightrl.rollout "
+    "lightrl.sync lightrl.types"
 )
 # Room (the longest prefix of a module counts): what it may import anywhere | what only inside functions or for types.
 # Each room may import itself; the standard library is free.
@@ -35,7 +35,7 @@ RULES = {
     "types": "torch |",
     "config": "pydantic pydantic_core lightrl.errors | tomlkit",  # never torch: mistakes answer at once
     "kernels": "torch triton | flash_attn",
-    "algorithms": "torch lightrl.types |",
+    "algorithms": "torch lightrl.types lightrl.kernels |",
     "training.packing": "torch lightrl.types lightrl.training.balance |",
     "training.balance": "torch |",
     "models": "torch transformers safetensors huggingface_hub numpy lightrl.errors lightrl.wrappers lightrl.kernels | "
@@ -48,8 +48,9 @@ RULES = {
     "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models |",
     "engine.sglang": f"torch {SECTION} lightrl.distributed.waiting lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
-    "engine.sglang_host": "lightrl.engine.sglang_answers lightrl.engine.sglang_frames lightrl.engine.sglang_versions "
-    "| sglang",
+    "engine.sglang_host": "lightrl.errors lightrl.engine.sglang_answers lightrl.engine.sglang_arguments "
+    "lightrl.engine.sglang_frames lightrl.engine.sglang_versions | sglang",
+    "engine.sglang_arguments": "lightrl.errors lightrl.engine.sglang_versions |",
     "engine.sglang_answers": "|",
     "engine.sglang_versions": "|",
     "engine.sglang_receiver": "torch lightrl.sync lightrl.engine |",

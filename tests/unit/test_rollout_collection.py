@@ -97,7 +97,9 @@ def test_only_lost_answers_are_sampled_again(deaths, judge) -> None:
     undisturbed = collection(FakeEngine(), FakeScorer({1}), wanted=wanted, judge=judge)
     expected = contents(undisturbed.run(lambda: None))
     engine, restarts = FakeEngine(deaths), []
-    made = collection(engine, FakeScorer({1}), wanted=wanted, judge=judge, on_restart=restarts.append)
+    made = collection(
+        engine, FakeScorer({1}), wanted=wanted, judge=judge, on_restart=lambda *told: restarts.append(told)
+    )
     assert contents(made.run(renewing(engine))) == expected
     assert made.selection.end == undisturbed.selection.end
     assert engine.life == len(restarts)
@@ -163,8 +165,8 @@ def test_a_group_that_is_done_while_verdicts_are_exchanged_counts() -> None:
 
     class Pair(World):
         def gather(self, record):
-            if isinstance(record, bool):
-                return [record, False]
+            if record is None:  # no engine is lost
+                return [None, None]
             exchanges.append(record)
             assert len(exchanges) < 20, "verdicts were lost: the collection has no end"
             exchanging.set()

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -101,6 +102,31 @@ def test_a_crash_is_reported_to_all_who_wait(start: Callable[..., HostProcess]) 
     with pytest.raises(EngineLostError):
         host.submit("flush")
     wait_until_gone(*children)  # it would hold GPU memory
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder whose path is as short as a socket's must be."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("end", ["stop", "kill", "kill scheduler"])
+def test_no_file_of_it_stays(
+    end: str, start: Callable[..., HostProcess], temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    host = start()
+    host.wait_ready()
+    [folder] = temporary.iterdir()
+    assert len(list(folder.iterdir())) == 1
+    if end == "stop":
+        host.stop()
+    else:
+        os.kill(host.pid if end == "kill" else host.call("pids")[0], signal.SIGKILL)
+        while host.error is None:
+            time.sleep(0.05)
+    assert not list(temporary.iterdir())
 
 
 def test_a_defect_is_not_a_loss(start: Callable[..., HostProcess]) -> None:
@@ -250,18 +276,21 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-def test_nothing_outlives_a_killed_trainer(start: Callable[..., HostProcess], tmp_path: Path) -> None:
+def test_nothing_outlives_a_killed_trainer(start: Callable[..., HostProcess], tmp_path: Path, temporary: Path) -> None:
     path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", TRAINER, str(tmp_path), repr(SETTINGS | {"model_path": "orphan"})]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)}
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert trainer.stdout is not None
     host, child = map(int, trainer.stdout.readline().split())
+    assert list(temporary.iterdir())
     trainer.kill()
     trainer.wait()
     wait_until_gone(host)
     wait_until_gone(child)
     [sleeper] = re.findall(r"sleeper (\d+)", (tmp_path / "e.log").read_text())
     wait_until_gone(int(sleeper))  # as SGLang's children, it knows nothing of its parent while it starts
+    assert not list(temporary.iterdir())
 
 
 def test_environment() -> None:

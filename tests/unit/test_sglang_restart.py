@@ -23,6 +23,7 @@ from lightrl.config.schema import EngineConfig, RunConfig, SyncConfig
 from lightrl.engine import sglang, sglang_start
 from lightrl.engine.base import EngineLostError, GenerateRequest, Restartable, SamplingParams
 from lightrl.engine.sglang import Model, SGLangEngine
+from lightrl.errors import UserError
 from lightrl.sync.buckets import BucketSender
 from lightrl.sync.mailbox import Mailbox, MailboxError, MailboxTimeoutError
 from lightrl.training import setup
@@ -126,9 +127,11 @@ def test_lost_while_idle_and_too_often(engine: SGLangEngine) -> None:
     while not engine.lost:
         time.sleep(0.05)
     with pytest.raises(
-        EngineLostError, match=r"(?s)ended \(exit code -9\).*\nengine.max_restarts: 2 restarts are used up"
-    ):
+        EngineLostError,
+        match=r"^engine.max_restarts: 2 restarts are used up: .* the SGLang engine ended \(exit code -9\)",
+    ) as error:
         engine.restart()
+    assert re.search(r"ended \(exit code -9\).* \(log: .*sglang_cpu0\.log\)$", error.value.line)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +176,27 @@ def test_a_trainer_that_gives_up_does_not_leave_the_engine_waiting(engine: SGLan
     assert "KeyError: 'a defect of the trainer'" in (tmp_path / "sglang_cpu0.log").read_text()
     engine.load_groups(GROUPS, 2)
     assert engine.policy_version == 2
+
+
+def test_a_start_that_fails_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line: what was set, the error among those of all processes, and the key to change."""
+    monkeypatch.setenv("PYTHONPATH", str(install(tmp_path)))
+    monkeypatch.setattr(sglang, "check_platform", lambda *_: None)
+    monkeypatch.setattr(BucketSender, "introduction", introduction)
+    for path, args, line in [
+        ("full", {}, r"SGLang did not start: RuntimeError: CUDA out of memory; .*: lower engine.memory_fraction .*"),
+        ("crash", {"attention_backend": "x"}, r"SGLang did not start with engine.args = {'attention_backend': 'x'}: "
+         r"the SGLang engine ended \(exit code 1\): ValueError: no backend x"),
+    ]:  # fmt: skip
+        model = Model(
+            path=Path(path), layout=LAYOUT, eos_token_ids=[0], decode=str, dtype=torch.float32, context_length=8000,
+            vocab_size=99,
+        )  # fmt: skip
+        config = EngineConfig(kind="sglang", hang_timeout=HANG, args=args)
+        with pytest.raises(UserError) as error:
+            SGLangEngine(model, config, SyncConfig(), device=torch.device("cpu"), log_dir=tmp_path)
+        assert isinstance(error.value, EngineLostError)
+        assert re.fullmatch(rf"engine.kind: {line} \(log: .*sglang_cpu0\.log\)", error.value.line)
 
 
 def test_engines_of_two_machines_share_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def collected(trainer: Trainer):
     sync_weights(trainer.policy, trainer.engine, trainer.policy_version)
     groups = trainer.collect(trainer.source.next(trainer.config.rollout.prompts_per_step))
     release_engine(trainer.policy, trainer.engine)
-    set_advantages(groups, normalize_std=True)
+    set_advantages(groups, trainer.advantages)
     return groups
 
 
@@ -176,7 +176,7 @@ def test_kl_keeps_the_policy_near_its_reference(trainer_for):
 
 
 def test_kl_in_reward_is_taken_off_before_advantages(trainer_for):
-    from lightrl.algorithms.advantages import grpo_advantages
+    from lightrl.algorithms.advantages import GroupRewards, grpo
     from lightrl.training.advantage import penalize_with_kl
 
     trainer = trainer_for(algorithm={"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"})
@@ -185,10 +185,11 @@ def test_kl_in_reward_is_taken_off_before_advantages(trainer_for):
     trainer.add_logprobs(batch, Tally())
     for microbatch in batch[0]:  # a reference that is 0.1 nats surer of every token
         microbatch.ref_logprobs = microbatch.old_logprobs + 0.1
-    penalize_with_kl(groups, batch, trainer.world, trainer.config.algorithm)
+    penalize_with_kl(groups, batch, trainer.advantages, trainer.world)
     for group in groups:
-        shaped = [s.reward - 0.5 * (-0.1 * s.response_length) for s in group.samples]
-        assert [s.advantage for s in group.samples] == pytest.approx(grpo_advantages(shaped).tolist(), abs=2e-3)
+        shaped = torch.tensor([s.reward - 0.5 * (-0.1 * s.response_length) for s in group.samples])
+        expected = grpo(GroupRewards(rewards=shaped)).tolist()
+        assert [s.advantage for s in group.samples] == pytest.approx(expected, abs=2e-3)
     for microbatch in batch[0]:
         by_key = {(s.group_index, s.index): s.advantage for g in groups for s in g.samples}
         expected = [by_key[microbatch.sample_keys[i]] for i in microbatch.sample_ids.tolist()]

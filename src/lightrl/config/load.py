@@ -80,14 +80,14 @@ def load_for_run(
 
 def placed(text: str, paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str]) -> str:
     """`section.key: …`, an error found only while the run was made, with the file and line or the flag that set it."""
-    match = re.match(r"(\w+)\.(\w+)(?=: )", text)
+    match = re.match(r"\w+(?:\.\w+)+(?=: )", text)
     if match is None:
         return text
     sources = Sources(Problems())
     for path in paths:
         sources.add_file(path)
     sources.add_flags(overrides)
-    key: Path = match.groups()
+    key: Path = tuple(match[0].split("."))
     origin = sources.origin(key)
     return text if origin is None else origin.label(key) + text[match.end() :]
 

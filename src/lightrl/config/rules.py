@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import TYPE_CHECKING
+
+from lightrl.config.estimators import ESTIMATORS, OPTIONS
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
@@ -40,6 +43,32 @@ def of_filters(config: Config) -> Problems:
     if rollout.oversample_prompts is not None and rollout.oversample_prompts < rollout.prompts_per_step:
         text = f"{rollout.oversample_prompts} are fewer than rollout.prompts_per_step = {rollout.prompts_per_step}"
         problems.append(("rollout.oversample_prompts", f"{text}: raise it, or drop it"))
+    return problems
+
+
+def of_advantages(config: Config) -> Problems:
+    algorithm, problems = config.algorithm, []
+    name, chosen = algorithm.advantage, algorithm.estimator
+    if ":" not in name and name not in ESTIMATORS:
+        near = difflib.get_close_matches(name, ESTIMATORS, n=1)
+        choices = ", ".join(map(repr, ESTIMATORS))
+        text = f"no estimator {name!r}: " + (f"did you mean {near[0]!r}?" if near else f"choose one of {choices}")
+        return [("algorithm.advantage", f"{text} (your own is 'package.module:function')")]
+    own_with_kl = ":" in name and algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
+    if config.parallel.context_parallel > 1 and (chosen.kind == "tokens" or own_with_kl):
+        text = f"algorithm.advantage = {name!r} wants all tokens of an answer on one rank: set it to 1"
+        problems.append(("parallel.context_parallel", text))
+    for key, default in OPTIONS.items():
+        if getattr(algorithm, key) != default and key not in chosen.keys:
+            takers = " or ".join(repr(n) for n, other in ESTIMATORS.items() if key in other.keys)
+            problems.append((f"algorithm.{key}", f"only used by algorithm.advantage = {takers}: drop it"))
+    if algorithm.overlong_buffer is None and algorithm.overlong_penalty != 1.0:
+        problems.append(
+            ("algorithm.overlong_penalty", "only used with algorithm.overlong_buffer: set it, or drop this")
+        )
+    if algorithm.overlong_buffer is not None and algorithm.overlong_buffer > config.rollout.max_response_tokens:
+        limit = f"rollout.max_response_tokens = {config.rollout.max_response_tokens}"
+        problems.append(("algorithm.overlong_buffer", f"{algorithm.overlong_buffer} exceeds {limit}: lower it"))
     return problems
 
 

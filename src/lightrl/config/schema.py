@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from lightrl.config import rules
+from lightrl.config.estimators import Estimator, estimator
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -223,12 +224,21 @@ class SyncConfig:
 class AlgorithmConfig:
     """Advantages and loss."""
 
-    advantage: Literal["grpo"] = "grpo"
-    """Advantage estimator; formulas in docs/algorithms.md. Dr.GRPO is `grpo` with `normalize_std = false`."""
+    advantage: Code = "grpo"
+    """Advantage estimator: grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, or
+    `package.module:function`; formulas in docs/algorithms.md. Dr.GRPO is `grpo` with `normalize_std = false`."""
     normalize_std: bool = True
-    """Divide group-centred rewards by their standard deviation (GRPO); false only centres them (Dr.GRPO)."""
-    whiten: bool = False
-    """Shift and scale advantages to mean 0 and variance 1 over all loss tokens of the step, on all ranks together."""
+    """`grpo`: divide group-centred rewards by their standard deviation (GRPO); false only centres them (Dr.GRPO)."""
+    gamma: Fraction = 1.0
+    """`reinforce_plus_plus`: what a reward is worth one token earlier."""
+    whiten: Literal["none", "batch", "group"] | None = None
+    """Shift and scale advantages to mean 0 and variance 1 over all loss tokens of the step, on all ranks together, or
+    over those of each group. Default: `batch` for the two of REINFORCE++, else `none`."""
+    overlong_buffer: PositiveInt | None = None
+    """Answers that come within so many tokens of `rollout.max_response_tokens` lose part of their reward, evenly more
+    up to `overlong_penalty` (DAPO); default: off."""
+    overlong_penalty: PositiveFloat = 1.0
+    """What an answer as long as `rollout.max_response_tokens` loses with `overlong_buffer`."""
     minibatches_per_step: PositiveInt = 1
     """Optimizer updates on each step's samples."""
     clip_low: Fraction = 0.2
@@ -251,6 +261,16 @@ class AlgorithmConfig:
     skip_zero_advantage: bool = True
     """Do not compute samples whose advantage is 0 where nothing but the advantage enters the loss (no KL or entropy
     term, no whitening): same gradients, less work. Entropy and mismatch are then measured on the others."""
+
+    @property
+    def estimator(self) -> Estimator:
+        """What `advantage` names."""
+        return estimator(self.advantage)
+
+    @property
+    def whitening(self) -> Literal["none", "batch", "group"]:
+        """`whiten`, or the estimator's own."""
+        return self.estimator.whiten if self.whiten is None else self.whiten
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -457,6 +477,7 @@ class Config:
         if self.eval.every and not self.eval.sets:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
+        problems += rules.of_advantages(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems

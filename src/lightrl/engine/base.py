@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from lightrl.errors import LostError, UserError
 from lightrl.types import Status
 
 
@@ -91,7 +93,7 @@ class Engine(Protocol):
         """Free everything; idempotent."""
 
 
-class EngineLostError(RuntimeError):
+class EngineLostError(LostError):
     """The engine died or hung in the middle of work; the message holds the end of its log.
 
     `finished` are the complete answers of the request, by their place: only the others need be sampled again.
@@ -100,6 +102,14 @@ class EngineLostError(RuntimeError):
     def __init__(self, message: str, finished: dict[int, Completion] | None = None) -> None:
         super().__init__(message)
         self.finished = finished or {}
+
+    @property
+    def line(self) -> str:
+        return re.sub(r"\. The end of (.*):$", r" (log: \1)", super().line)
+
+
+class EngineStartError(EngineLostError, UserError):
+    """An engine did not even start: settings, or the machine, do not allow it."""
 
 
 @runtime_checkable

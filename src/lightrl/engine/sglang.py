@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightrl.config.schema import EngineConfig, SyncConfig
 from lightrl.distributed.waiting import waiting
-from lightrl.engine.base import Completion, EngineLostError, GenerateRequest
+from lightrl.engine.base import Completion, EngineLostError, EngineStartError, GenerateRequest
 from lightrl.engine.sampling import check_request
 from lightrl.engine.sglang_process import HostProcess
 from lightrl.engine.sglang_requests import Model, Stops, completion_of, needs_watching, sampling_parameters
@@ -74,7 +74,11 @@ class SGLangEngine:
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._closed = False
         self._host: HostProcess | None = None
-        self._start()
+        try:
+            self._start()
+        except EngineLostError as error:
+            given = f" with engine.args = {config.args}" if config.args else ""
+            raise EngineStartError(f"engine.kind: SGLang did not start{given}: {error}") from None
 
     def _start(self) -> None:
         share = self._share_of_free()
@@ -122,8 +126,8 @@ class SGLangEngine:
         """
         if self._restarts == self._config.max_restarts:
             error = self._host.error if self._host is not None else None
-            used = f"engine.max_restarts: {self._restarts} restarts are used up"
-            raise EngineLostError(f"{error or 'the engine is lost'}\n{used}; raise it to go on longer")
+            used = f"engine.max_restarts: {self._restarts} restarts are used up: raise it to go on longer"
+            raise EngineLostError(f"{used}. At last {error or 'the engine was lost'}")
         self._restarts += 1
         self._released.clear()
         self._rids.clear()

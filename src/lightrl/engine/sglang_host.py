@@ -9,66 +9,55 @@ rendezvous on loopback; messages come over an inherited socket pair.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
-import difflib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from lightrl.engine import sglang_frames as frames
 from lightrl.engine import sglang_versions as versions
 from lightrl.engine.sglang_answers import fields_of
-
-# Set from `[engine]` and `[model]`, or needed for what the trainer does with the engine.
-_OURS = {
-    "model_path": "model.path",
-    "tp_size": "engine.tensor_parallel",
-    "mem_fraction_static": "engine.memory_fraction",
-    "max_running_requests": "engine.max_batch",
-    "max_prefill_tokens": "engine.max_prefill_tokens",
-    "trust_remote_code": "model.trust_remote_code",
-    "base_gpu_id": "the rank's own GPU",
-    "skip_tokenizer_init": "always on: ids go in and out",
-    "enable_memory_saver": "always on",
-    "custom_weight_loader": "LightRL's own",
-    "host": "loopback",
-    "port": "a free one",
-    "random_seed": "run.seed",
-}
+from lightrl.engine.sglang_arguments import check_names
+from lightrl.errors import UserError
 
 
 def main() -> None:
     """Start the engine that the first message describes, then serve messages until the socket closes."""
     _die_with_parent()
-    _guard_group()
+    guard = _guard_group()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     first = frames.read(connection)
     if first is None:
         return
+    if folder := first.get("folder"):
+        tempfile.tempdir = folder  # of this process alone: SGLang's sockets, which it leaves behind
+        if guard is not None:
+            os.write(guard, f"{folder}\n".encode())
     try:
         engine = _start(first)
         engine.loop.run_until_complete(_warm_up(engine))
+        _unlink_shared(engine)
     except BaseException as error:
         traceback.print_exc()
-        kind = "user_error" if isinstance(error, _WrongArgument) else "error"
-        connection.sendall(frames.encode({"id": 0, kind: str(error) or type(error).__name__}))
+        wrong = isinstance(error, UserError)
+        text = str(error) if wrong else f"{type(error).__name__}: {error}"
+        connection.sendall(frames.encode({"id": 0, "user_error" if wrong else "error": text}))
         raise SystemExit(1) from None
     connection.sendall(frames.encode({"id": 0, "result": {"seeds": _honours_seeds(engine)}}))
     connection.setblocking(False)
     engine.loop.run_until_complete(_Service(engine, connection, first["hang_timeout"]).run())
     engine.shutdown()
-
-
-class _WrongArgument(ValueError):
-    """A key of `[engine.args]` that SGLang does not know, or that is not the user's to set."""
 
 
 def _die_with_parent() -> None:
@@ -79,18 +68,31 @@ def _die_with_parent() -> None:
             raise SystemExit("the trainer is gone")
 
 
-def _guard_group() -> None:
-    """End the whole process group when this process is gone, however it went.
+def _guard_group() -> int | None:
+    """End the whole process group when this process is gone, however it went, and remove the folder that is written
+    as a line into the pipe whose end is returned.
 
-    SGLang's children see to that themselves, but late in their start: one whose parent is gone by then stays for ever.
-    A small process waits for the end of a pipe that nobody else has.
+    SGLang's children see to their end themselves, but late in their start: one whose parent is gone by then stays for
+    ever. A small process waits for the end of a pipe that nobody else has.
     """
     if os.getpgid(0) != os.getpid():
-        return  # somebody started this by hand
-    mine, _ = os.pipe()
-    command = f"read _; kill -s KILL -- -{os.getpid()}"
+        return None  # somebody started this by hand
+    mine, other = os.pipe()
+    command = f'IFS= read -r folder; read _; [ -z "$folder" ] || rm -rf -- "$folder"; kill -s KILL -- -{os.getpid()}'
     subprocess.Popen(["/bin/sh", "-c", command], stdin=mine, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     os.close(mine)
+    return other
+
+
+def _unlink_shared(engine: Any) -> None:
+    """Of the file in which SGLang's scheduler tells its load, once it is open: it would stay when that is killed."""
+    if versions.in_effect(engine.server_args, "dp_size") not in (None, 1):
+        return  # who shares the work among several opens it later
+    for pid in engine.get_all_child_pids():
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                if (target := os.readlink(link)).startswith("/dev/shm/sglang_loads_"):
+                    os.unlink(target)
 
 
 def _start(message: dict[str, Any]) -> Any:
@@ -98,20 +100,9 @@ def _start(message: dict[str, Any]) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     known = versions.argument_names(ServerArgs)
-    check_arguments(message["args"], known)
+    check_names(message["args"], known)
     arguments = _defaults(message["settings"], known) | message["args"]
     return sglang.Engine(**arguments)
-
-
-def check_arguments(args: dict[str, Any], known: set[str]) -> None:
-    """Raise for keys of `[engine.args]` that SGLang lacks (with the nearest that it has) or that LightRL sets."""
-    for name in args:
-        if name in _OURS:
-            raise _WrongArgument(f"engine.args.{name}: set by LightRL ({_OURS[name]}); remove it")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"SGLang has {', '.join(sorted(known))}"
-            raise _WrongArgument(f"engine.args.{name}: SGLang has no such argument; {hint}")
 
 
 def _defaults(settings: dict[str, Any], known: set[str]) -> dict[str, Any]:

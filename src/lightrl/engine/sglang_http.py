@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from lightrl.errors import LostError
+
 T = TypeVar("T")
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each further attempt to connect."""
@@ -24,7 +26,7 @@ _BUSY = (429, 502, 503, 504)  # it, or a proxy before it, may answer later
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a machine that is gone shows in 90 s
 
 
-class ServerError(RuntimeError):
+class ServerError(LostError):
     """A server did not do what it was asked; the message names it."""
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from lightrl.errors import UserError
 
 _TAIL_LINES = 25
 _TAIL_BYTES = 1 << 17  # in which signs of what went wrong are looked for
+_CAUSE = 300  # most characters of an error in a log that are told
 _MARGIN = 0.8  # of the time until a hang is to be known: the rest is for looking now and then
 
 
@@ -53,7 +57,8 @@ class HostProcess:
         self._error: str | None = None
         self._losing = False
         self._told = threading.Event()
-        self._closing = self._gone = False
+        self._closing = self._gone = self._ready = False
+        self._folder: str | None = None
         self._heard = time.monotonic()
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = self._log_size()
@@ -67,7 +72,8 @@ class HostProcess:
         )
         self._thread.start()
         launched.result()
-        self._send(first | {"hang_timeout": hang_timeout})
+        self._folder = _socket_folder()
+        self._send(first | {"hang_timeout": hang_timeout, "folder": self._folder})
         threading.Thread(target=self._watch, name="lightrl-engine-watch", daemon=True).start()
 
     @property
@@ -81,7 +87,9 @@ class HostProcess:
 
     def wait_ready(self, timeout: float = 900.0) -> dict[str, Any]:
         """Block until the engine serves; returns what it says of itself."""
-        return dict(self._result(self._started, timeout, "did not start"))
+        about = dict(self._result(self._started, timeout, "did not start"))
+        self._ready = True
+        return about
 
     def submit(
         self, operation: str, *, on_partial: Callable[[dict[str, Any]], None] | None = None, **fields: Any
@@ -264,6 +272,8 @@ class HostProcess:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, message: dict[str, Any]) -> None:
         data = frames.encode(message)
@@ -282,9 +292,24 @@ class HostProcess:
         with contextlib.suppress(OSError), self.log.open("rb") as file:
             file.seek(max(self._log_start, self._log_size() - _TAIL_BYTES))  # what an engine before it said is not its
             text = file.read().decode(errors="replace")
+        if not self._ready and (cause := _cause(text)) and cause not in what:
+            what = f"{what}: {cause}"
         hint = self._hint(f"{what}\n{text}")
         lines = "\n".join(text.splitlines()[-_TAIL_LINES:])
         return f"{what}{f'; {hint}' if hint else ''}. The end of {self.log}:\n{lines}"
+
+
+def _socket_folder() -> str | None:
+    """A folder for the engine's sockets, to be removed with it. None where their paths would be too long for such."""
+    if len(tempfile.gettempdir()) > 70:
+        return None
+    return tempfile.mkdtemp(prefix="lightrl_")
+
+
+def _cause(log: str) -> str | None:
+    """The last error in a log, on one line: processes of SGLang end each other, and their codes say nothing."""
+    found = re.findall(r"^(?:[\w.]+\.)?(\w+(?:Error|Exception): .+)$", log, re.MULTILINE)
+    return None if not found else found[-1] if len(found[-1]) <= _CAUSE else found[-1][:_CAUSE] + "…"
 
 
 def _living(group: int) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 
 from lightrl.config.schema import EngineConfig
 from lightrl.engine.base import EngineLostError
+from lightrl.engine.sglang_arguments import check_installed
 from lightrl.engine.sglang_memory import memory_hint
 from lightrl.engine.sglang_process import HostProcess
 from lightrl.engine.sglang_requests import Model
-from lightrl.engine.sglang_versions import version_problem
 from lightrl.errors import UserError
 
 _CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -89,14 +88,7 @@ def stream_seed(seed: int, number: int, restarts: int) -> int:
 
 def check_platform(environment: Any, device: torch.device) -> None:
     """UserError when SGLang is missing, of an unknown version, or cannot work with this process's settings."""
-    try:
-        text = metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        raise UserError(
-            "engine.kind: 'sglang' is not installed: pip install 'lightrl-torch[gpu]', or engine.kind = 'transformers'"
-        ) from None
-    if problem := version_problem(text):
-        raise UserError(f"engine.kind: {problem}")
+    check_installed()
     if device.type == "cpu":
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):

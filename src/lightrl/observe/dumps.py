@@ -95,6 +95,13 @@ def read_samples(run_dir: Path, step: int | None = None, eval_name: str | None =
     return sorted(records, key=lambda r: (r.get("step", 0), r.get("group", 0), r.get("index", 0)))
 
 
+def _rounded(value: float | list[float] | None) -> Any:
+    """To six decimals: a number, or one a token."""
+    if isinstance(value, list):
+        return [round(v, 6) for v in value]
+    return None if value is None else round(value, 6)
+
+
 def _record(step: int, sample: Sample, eval_name: str | None) -> dict[str, Any]:
     logprobs = sample.rollout_logprobs
     record: dict[str, Any] = {"step": step}
@@ -106,7 +113,7 @@ def _record(step: int, sample: Sample, eval_name: str | None) -> dict[str, Any]:
         "prompt_index": sample.prompt.index,
         "status": sample.status,
         "reward": sample.reward,
-        "advantage": None if sample.advantage is None else round(sample.advantage, 6),
+        "advantage": _rounded(sample.advantage),
         "prompt": sample.prompt.text,
         "response": sample.response,
         "label": sample.prompt.label,

@@ -97,11 +97,12 @@ def _finish(kind: Kind, state: list[float]) -> float:
     return state[0]
 
 
-def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int) -> Tally:
+def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int, *, compares: bool = True) -> Tally:
     """Rewards and lengths of this rank's groups; names and meanings are in docs/metrics.md.
 
     Rewards are of scored samples, lengths of all that did not fail, shares of all samples. `reward/std` divides by the
-    number of samples; a group's deviation is the unbiased one that GRPO divides by, 0 for a group of one.
+    number of samples; a group's deviation is the unbiased one that GRPO divides by, 0 for a group of one. `compares`:
+    a group without spread teaches nothing.
     """
     tally = Tally()
     for group in groups:
@@ -112,7 +113,8 @@ def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int) -> 
             _add_parts(tally, sample)
         if rewards:
             tally.add("reward/group_std_mean", stdev(rewards) if len(rewards) > 1 else 0.0)
-            tally.add("reward/zero_spread_share", float(all(r == rewards[0] for r in rewards)))
+            if compares:
+                tally.add("reward/zero_spread_share", float(all(r == rewards[0] for r in rewards)))
         for sample in group.samples:
             tally.add("rollout/samples", 1, kind="sum")
             tally.add("rollout/truncated_share", sample.status is Status.TRUNCATED)

@@ -37,7 +37,7 @@ class Collection:
     `judge` says which groups pass (None: all), after `prepare` has changed what it will. With `draw_early` a further
     draw begins as soon as it must come, instead of when all before is done: engines are never idle, but what shares a
     batch then depends on time. `on_group` is called as each of this rank's groups is done, `on_restart` with the number
-    of engines that are started anew.
+    of engines that are started anew and why one was lost.
     """
 
     sampler: Sampler
@@ -48,11 +48,12 @@ class Collection:
     prepare: Callable[[SampleGroup], None] = lambda group: None
     draw_early: bool = False
     on_group: Callable[[SampleGroup], None] = lambda group: None
-    on_restart: Callable[[int], None] = lambda count: None
+    on_restart: Callable[[int, str], None] = lambda count, why: None
     restart: Callable[[], None] | None = None
     """Restarts this rank's engine; None: `Restartable.restart` alone."""
     _works: list[Work] = field(default_factory=list, init=False)
     _lost: bool = field(default=False, init=False)
+    _why: str = field(default="", init=False)
 
     def run(self, renew: Callable[[], None]) -> list[SampleGroup]:
         """This rank's selected groups, by their numbers. A collective.
@@ -107,10 +108,10 @@ class Collection:
     async def _complete(self, work: Work, verdicts: dict[int, Verdict]) -> None:
         try:
             group = await self.sampler.complete(work)
-        except EngineLostError:
+        except EngineLostError as error:
             if not isinstance(self.sampler.engine, Restartable):
                 raise
-            self._lost = True
+            self._lost, self._why = True, error.line
             return
         if group is not None:
             self.prepare(group)
@@ -167,14 +168,18 @@ class Collection:
         """Restart the engines that died, on all ranks together."""
         engine = self.sampler.engine
         while True:
-            lost = self.world.gather(self._lost or (isinstance(engine, Restartable) and engine.lost))
+            is_lost = self._lost or (isinstance(engine, Restartable) and engine.lost)
+            reasons: list[str | None] = self.world.gather(self._why if is_lost else None)
+            lost = [why is not None for why in reasons]
             if not any(lost):
                 return
             engines = [lost[i : i + self.ranks_per_engine] for i in range(0, self.world.size, self.ranks_per_engine)]
-            self.on_restart(sum(any(ranks) for ranks in engines))
+            self.on_restart(sum(any(ranks) for ranks in engines), next(filter(None, reasons), ""))
             if any(engines[self.world.rank // self.ranks_per_engine]):
                 assert isinstance(engine, Restartable)
                 (self.restart or engine.restart)()
-                self._lost = False
-            with contextlib.suppress(EngineLostError):  # lost again: the next turn sees it
+                self._lost, self._why = False, ""
+            try:
                 renew()
+            except EngineLostError as error:  # lost again: the next turn sees it
+                self._why = error.line

@@ -8,13 +8,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lightrl.errors import LostError
 from lightrl.threads import spawn
 
 Groups = Iterable[Sequence[tuple[str, Tensor]]]
 _LAST_WORDS = 5.0  # seconds in which the others may say why one failed
 
 
-class SyncError(RuntimeError):
+class SyncError(LostError):
     """New weights did not reach a server; the message says which and why."""
 
 

@@ -44,7 +44,7 @@ def build_minibatches(
             prompt=len(s.prompt),
             response=len(s.response),
             loss_tokens=sum(s.loss_mask),
-            computed=any(s.loss_mask) and (s.advantage != 0 or not skip_zero_advantage),
+            computed=any(s.loss_mask) and (s.has_advantage or not skip_zero_advantage),
         )
         for s in samples
     ]

@@ -88,7 +88,7 @@ def evaluate(
     writer: SampleWriter | None,
     renew: Callable[[], None],
     ranks_per_engine: int = 1,
-    on_restart: Callable[[int], None] = lambda count: None,
+    on_restart: Callable[[int, str], None] = lambda count, why: None,
     restart: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """Metrics of all sets, equal on every rank. Prompts are dealt out over ranks; the weights are in the engine.

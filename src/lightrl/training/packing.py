@@ -27,8 +27,13 @@ class TrainSample:
     response: list[int]
     loss_mask: list[int]
     rollout_logprobs: list[float] | None
-    advantage: float
-    """Advantage of every token of the response."""
+    advantage: float | list[float]
+    """Advantage of every token of the response, or of each."""
+
+    @property
+    def has_advantage(self) -> bool:
+        """Is that of any token not 0?"""
+        return any(self.advantage) if isinstance(self.advantage, list) else self.advantage != 0
 
     @classmethod
     def from_sample(cls, sample: Sample) -> TrainSample:
@@ -236,7 +241,8 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
             sample_ids.extend([len(keys)] * len(sample.response))
             flat["mask"].extend(sample.loss_mask)
             flat["weight"].extend(weight * m for m in sample.loss_mask)
-            flat["advantage"].extend([sample.advantage] * len(sample.response))
+            each = sample.advantage
+            flat["advantage"].extend(each if isinstance(each, list) else [each] * len(sample.response))
             if have_rollout:
                 flat["rollout"].extend(sample.rollout_logprobs or ())
             keys.append((sample.group_index, sample.index))

@@ -49,6 +49,11 @@ def check(config: Config) -> None:
         problems.append(("log.trackers", "wandb is not installed: pip install wandb, or take 'wandb' out"))
     if problems:
         raise UserError("; ".join(f"{key}: {text}" for key, text in problems))
+    if config.engine.kind == "sglang":
+        from lightrl.engine import sglang_arguments
+
+        sglang_arguments.check_installed()
+        sglang_arguments.check(config.engine.args)
 
 
 @contextmanager
@@ -273,7 +278,7 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
             f"rollout.{key} = {drawn}, but there are {num_prompts} prompts: they are drawn more than once in a step; "
             "lower it, or add prompts"
         )
-    if config.rollout.group_size == 1:
+    if config.rollout.group_size == 1 and config.algorithm.estimator.compares:
         found.append(
             "rollout.group_size = 1: an answer is compared with the others to its prompt, and alone has advantage 0: "
             "nothing is learned from rewards"
@@ -289,7 +294,8 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
 
 def may_skip_zero_advantage(config: AlgorithmConfig) -> bool:
     """Is a sample without advantage one without gradient?"""
-    return config.skip_zero_advantage and not (config.kl_coef or config.entropy_coef or config.whiten)
+    final = config.estimator.kind == "group" and config.whitening == "none"  # known before samples are packed
+    return config.skip_zero_advantage and final and not (config.kl_coef or config.entropy_coef)
 
 
 def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[str, object]:

@@ -38,7 +38,7 @@ from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
 from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training import setup
-from lightrl.training.advantage import penalize_with_kl, set_advantages, whiten_advantages
+from lightrl.training.advantage import Advantages, finish_advantages, overlong_metrics, set_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
 from lightrl.training.checkpoint import Checkpointer
@@ -108,6 +108,7 @@ class Trainer:
         self.scorer = Scorer(config.reward, custom=reward)
         self._held.callback(end, self.scorer.close)
         self.filter = load_filter(config.rollout.filter)
+        self.advantages = Advantages.load(config.algorithm, config.rollout.max_response_tokens)
         if reward is None:
             check_labels(self.prompts, config.reward)
         self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer)
@@ -161,8 +162,7 @@ class Trainer:
             raise UserError(
                 "a step was interrupted in its updates: make a new Trainer, which resumes from a checkpoint"
             )
-        tally, algorithm = Tally(), self.config.algorithm
-        timer = StageTimer()
+        tally, timer = Tally(), StageTimer()
         with timer("sync"):
             self._sync_engine()
         selection = self.selection(prompts, source)
@@ -173,13 +173,10 @@ class Trainer:
         with timer("sync"):
             release_engine(self.policy, self.engine, self.state)
         with timer("train"):
-            set_advantages(groups, normalize_std=algorithm.normalize_std)
+            set_advantages(groups, self.advantages)
             batch = self.pack(groups)
             self.add_logprobs(batch, tally)
-            if self.reference is not None and algorithm.kl_in == "reward":
-                penalize_with_kl(groups, batch, self.world, algorithm)
-            if algorithm.whiten:
-                whiten_advantages(batch, self.world)
+            finish_advantages(groups, batch, self.advantages, self.world)
             self._torn = True
             for minibatch in batch:
                 self._update(minibatch, tally)
@@ -215,7 +212,9 @@ class Trainer:
 
     def _report(self, groups: Sequence[SampleGroup], selection: Selection, tally: Tally) -> None:
         """Metrics, files and console lines about the step's samples."""
-        tally.merge([rollout_metrics(groups, self.sampling.max_new_tokens)])
+        compares = self.config.algorithm.estimator.compares
+        tally.merge([rollout_metrics(groups, self.sampling.max_new_tokens, compares=compares)])
+        tally.merge([overlong_metrics(groups, self.advantages)])
         if self.filter is not None:
             for name, value in selection.metrics().items():
                 tally.add(name, value, kind="max")  # known to all ranks
@@ -290,9 +289,10 @@ class Trainer:
         setup.make_room(self.config.engine, self.policy, self.state)
         self.engine.restart()
 
-    def _tell_restart(self, count: int) -> None:
-        engines = "an engine" if count == 1 else f"{count} engines"
-        self.console.warning(f"{engines} died and is started anew; answers that were lost are sampled again")
+    def _tell_restart(self, count: int, why: str) -> None:
+        engines = "an engine died and is" if count == 1 else f"{count} engines died and are"
+        reason = f": {why}" if why else ""
+        self.console.warning(f"{engines} started anew; answers that were lost are sampled again{reason}")
 
     def pack(self, groups: Sequence[SampleGroup]) -> list[list[Microbatch]]:
         """This rank's microbatches of every update of the step."""

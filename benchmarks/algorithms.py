@@ -1,0 +1,80 @@
+"""Does each algorithm learn the quickstart? `configs/quickstart.toml` on the CPU, one run for every recipe and seed.
+
+Prints a table in Markdown as well: reward of the first five steps and of the last five. Wants
+`lightrl fetch smollm2-135m` and `lightrl fetch arithmetic`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import common
+
+PACKAGES = ("transformers",)
+GOAL = 1.5  # times the reward of the first five steps
+RECIPES: dict[str, list[str]] = {
+    "grpo": [],
+    "dr_grpo": ["--algorithm.normalize_std=false", "--algorithm.aggregation=constant"],
+    "rloo": ["--algorithm.advantage=rloo"],
+    "reinforce_plus_plus": ["--algorithm.advantage=reinforce_plus_plus"],
+    "reinforce_plus_plus_baseline": ["--algorithm.advantage=reinforce_plus_plus_baseline"],
+    "rloo, KL in the reward": [
+        *("--algorithm.advantage=rloo", "--algorithm.kl_coef=0.01"),
+        *("--algorithm.kl_in=reward", "--algorithm.kl_estimator=k1"),
+    ],
+    "grpo, overlong punishment": ["--algorithm.overlong_buffer=4", "--algorithm.overlong_penalty=0.5"],
+}
+"""What each changes of the quickstart."""
+
+
+def add_arguments(parser: Any) -> None:
+    """Options of this op."""
+    parser.add_argument("--only", help=f"recipes, separated by ';': {'; '.join(RECIPES)}")
+    parser.add_argument("--seeds", default="0,1,2", help="of the run; one run each")
+    parser.add_argument("--logs", type=Path, help="folder for what the runs print; else it is shown")
+    parser.add_argument("flags", nargs="*", help="of `lightrl train`, behind a `--`")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row a recipe: how often the reward of the last five steps is that of the first five, a measurement a seed."""
+    names = [n.strip() for n in args.only.split(";")] if args.only else list(RECIPES)
+    if unknown := [n for n in names if n not in RECIPES]:
+        raise SystemExit(f"--only: no recipe {unknown[0]!r}; there are {'; '.join(RECIPES)}")
+    rows, lines = [], ["| recipe | " + " | ".join(f"seed {s}" for s in args.seeds.split(",")) + " |"]
+    lines.append("|---" * lines[0].count(" | ") + "|---|")
+    for name in names:
+        rises, cells = [], []
+        for seed in map(int, args.seeds.split(",")):
+            rewards = train(name, seed, args)
+            first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+            rises.append(last / max(first, 1e-6))
+            cells.append(f"{first:.2f} → {last:.2f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        print(lines[-1], flush=True)
+        rows.append(common.result_row(f"{name}: reward, last 5 steps over first 5", "times", rises, better="higher",
+                                      limit=GOAL, note="; ".join(cells)))  # fmt: skip
+    print("\n".join(["", *lines, ""]))
+    return rows
+
+
+def train(name: str, seed: int, args: argparse.Namespace) -> list[float]:
+    """Mean reward of each step of one run."""
+    path = os.pathsep.join([str(common.ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryDirectory(prefix="lightrl_algorithms_") as folder:
+        command = [sys.executable, "-m", "lightrl", "train", "configs/quickstart.toml", "--run.dir", f"{folder}/run"]
+        command += ["--run.seed", str(seed), "--checkpoint.every", "0", "--eval.every", "0", "--log.save_samples=false"]
+        log = None
+        if args.logs is not None:
+            args.logs.mkdir(parents=True, exist_ok=True)
+            log = (args.logs / f"{name.replace(' ', '_').replace(',', '')}_{seed}.log").open("wb")
+        subprocess.run([*command, *RECIPES[name], *args.flags], check=True, cwd=common.ROOT,
+                       env=os.environ | {"PYTHONPATH": path}, stdout=log, stderr=log)  # fmt: skip
+        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    return [m["reward/mean"] for m in map(json.loads, lines) if "reward/mean" in m]
