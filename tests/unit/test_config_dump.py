@@ -139,7 +139,6 @@ FULL = Config(
     parallel=ParallelConfig(
         shard_size=2,
         expert_parallel=2,
-        context_parallel=2,
         max_tokens_per_microbatch=100,
         share_prompts=False,
         offload="never",
