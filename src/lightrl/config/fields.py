@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lightrl.config import schema
+from lightrl.config.kinds import CODE
 from lightrl.config.lines import Path
-from lightrl.config.schema import CODE, Config
+from lightrl.config.schema import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,10 +211,10 @@ def _default(field: dataclasses.Field[Any]) -> str:
 def _attribute_docs() -> dict[str, dict[str, str]]:
     """Class name to field name to the string that follows the field."""
     docs: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        docs[node.name] = {}
+    for cls in _tables().values():
+        (node,) = ast.parse(inspect.getsource(cls)).body
+        assert isinstance(node, ast.ClassDef)
+        docs[cls.__name__] = {}
         for field, after in zip(node.body, node.body[1:], strict=False):
             if (
                 isinstance(field, ast.AnnAssign)
@@ -223,7 +223,7 @@ def _attribute_docs() -> dict[str, dict[str, str]]:
                 and isinstance(after.value, ast.Constant)
                 and isinstance(after.value.value, str)
             ):
-                docs[node.name][field.target.id] = _one_line(after.value.value)
+                docs[cls.__name__][field.target.id] = _one_line(after.value.value)
     return docs
 
 
