@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -211,10 +212,11 @@ def _default(field: dataclasses.Field[Any]) -> str:
 def _attribute_docs() -> dict[str, dict[str, str]]:
     """Class name to field name to the string that follows the field."""
     docs: dict[str, dict[str, str]] = {}
-    for cls in _tables().values():
-        (node,) = ast.parse(inspect.getsource(cls)).body
-        assert isinstance(node, ast.ClassDef)
-        docs[cls.__name__] = {}
+    files = dict.fromkeys(sys.modules[cls.__module__] for cls in _tables().values())
+    for node in (node for file in files for node in ast.parse(inspect.getsource(file)).body):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        docs[node.name] = {}
         for field, after in zip(node.body, node.body[1:], strict=False):
             if (
                 isinstance(field, ast.AnnAssign)
@@ -223,7 +225,7 @@ def _attribute_docs() -> dict[str, dict[str, str]]:
                 and isinstance(after.value, ast.Constant)
                 and isinstance(after.value.value, str)
             ):
-                docs[cls.__name__][field.target.id] = _one_line(after.value.value)
+                docs[node.name][field.target.id] = _one_line(after.value.value)
     return docs
 
 
