@@ -2,8 +2,8 @@
 
     OMP_WAIT_POLICY=passive torchrun --nproc-per-node 2 examples/manual_loop.py configs/quickstart.toml 5
 
-Left out: evaluation, checkpoints, logs, a reference, whitening, estimators of tokens, stop strings, `rollout.truncated`
-other than keep.
+Left out: evaluation, checkpoints, logs, a reference, whitening, estimators of tokens, `correction.tis_batch_normalize`,
+stop strings, `rollout.truncated` other than keep.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lightrl.training import setup
 from lightrl.training.advantage import Advantages, set_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
+from lightrl.training.objective import Objective
 from lightrl.training.optim import build_optimizer, build_schedule
 from lightrl.training.packing import TrainSample
 from lightrl.training.policy import Policy
@@ -33,6 +34,7 @@ def main(config_path: str, steps: int | None = None) -> Policy:
     """Train for `steps` (default: `run.steps`) and return the policy."""
     config = load_config(config_path)
     algorithm, rollout, temperature = config.algorithm, config.rollout, config.rollout.temperature
+    objective = Objective.of(algorithm, config.correction)
     parallel = config.parallel
     world = init_world(
         config.run.device,
@@ -66,13 +68,14 @@ def main(config_path: str, steps: int | None = None) -> Policy:
             [TrainSample.from_sample(s) for g in groups for s in g.scored], world,
             minibatches=algorithm.minibatches_per_step, max_tokens=config.parallel.max_tokens_per_microbatch,
             share_prompts=config.parallel.share_prompts and policy.module.packed, aggregation=algorithm.aggregation,
-            skip_zero_advantage=algorithm.skip_zero_advantage and not algorithm.entropy_coef,
+            skip_zero_advantage=objective.may_skip_zero_advantage,
             constant_length=algorithm.constant_length or limit, cost=CostModel.from_config(hf_config.get_text_config()),
         )  # fmt: skip
-        for microbatch in (m for minibatch in batch for m in minibatch if len(batch) > 1):  # one update is on-policy
+        old = objective.needs_old_logprobs(len(batch))  # one update is on-policy
+        for microbatch in (m for minibatch in batch for m in minibatch if old):
             microbatch.old_logprobs = policy.logprobs(microbatch, temperature)
         for minibatch in batch:
-            update(policy, optimizer, schedule, minibatch, algorithm, temperature=temperature,
+            update(policy, optimizer, schedule, minibatch, objective, temperature=temperature,
                    max_grad_norm=config.optim.max_grad_norm, tally=Tally())  # fmt: skip
         rewards = [r for part in world.gather([s.reward for g in groups for s in g.scored]) for r in part]
         if world.is_main:

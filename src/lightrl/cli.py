@@ -212,7 +212,7 @@ def _load(paths: Sequence[str], overrides: Sequence[str], *, evaluate: bool = Fa
     from lightrl.rewards import registry
 
     def code_fault(key: str, name: str) -> str | None:
-        if key in ("filter", "advantage"):  # their other names are known to the config itself
+        if key in ("filter", "advantage", "loss"):  # their other names are known to the config itself
             return hooks.fault(name) if ":" in name else None
         return registry.fault(name)
 

@@ -135,7 +135,8 @@ def _is_full_disk(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def told_when_stopped(where: Callable[[], str]) -> Iterator[None]:
-    """Within the block, Ctrl-C ends with status 130 and SIGTERM with 143, and the first rank prints `where()`.
+    """Within the block, Ctrl-C ends with status 130 and SIGTERM with 143, and the first rank prints `where()`, as it
+    does for a loss.
 
     SIGTERM ends at once, without the block's `finally`: a thread of its own sees it, for the main thread may wait in a
     collective for a rank that is gone. What a run leaves behind it must survive a kill anyway.
@@ -143,6 +144,10 @@ def told_when_stopped(where: Callable[[], str]) -> Iterator[None]:
     try:
         with _terminated(where) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
             yield
+    except LostError as error:
+        if not isinstance(error, UserError):  # the run had begun
+            _say(where)
+        raise
     except KeyboardInterrupt:
         _say(where)
         if under_torchrun():  # a thread that waits for other ranks may be left, which must not come back meanwhile

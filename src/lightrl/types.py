@@ -134,6 +134,8 @@ class Microbatch:
     ref_logprobs: Tensor | None = None  # [N] float32
     sample_keys: list[tuple[int, int]] = field(default_factory=list)
     """(group_index, index) of sample 0..M-1."""
+    weight_mean: float = 1.0
+    """Importance weights are divided by it (`correction.tis_batch_normalize`)."""
 
     @property
     def num_tokens(self) -> int:

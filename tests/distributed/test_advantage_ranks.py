@@ -57,16 +57,16 @@ def outcome(model: Path, case: dict) -> dict[str, torch.Tensor]:
     from lightrl.training.advantage import Advantages, finish_advantages, set_advantages
     from lightrl.training.balance import CostModel
     from lightrl.training.batch import build_minibatches
+    from lightrl.training.objective import Objective
     from lightrl.training.packing import TrainSample
     from lightrl.training.policy import Policy
-    from lightrl.training.setup import may_skip_zero_advantage
     from lightrl.training.update import microbatch_loss
     from lightrl.wrappers import clean_name
 
     world = init_world("cpu")
     policy = Policy.load(ModelConfig(path=str(model), compute_dtype="float32"), world)
     config = AlgorithmConfig(**{k: v for k, v in case.items() if k != "only"})
-    advantages = Advantages.load(config, 16)
+    advantages, objective = Advantages.load(config, 16), Objective.of(config)
     groups = make_groups(case.get("only"))[world.rank :: world.size]
     set_advantages(groups, advantages)
     batch = build_minibatches(
@@ -75,7 +75,7 @@ def outcome(model: Path, case: dict) -> dict[str, torch.Tensor]:
         minibatches=2,
         max_tokens=40,
         share_prompts=True,
-        skip_zero_advantage=may_skip_zero_advantage(config),
+        skip_zero_advantage=objective.may_skip_zero_advantage,
         aggregation="token_mean",
         constant_length=16,
         cost=CostModel.from_config(policy.hf_config),
@@ -90,7 +90,7 @@ def outcome(model: Path, case: dict) -> dict[str, torch.Tensor]:
         for i, microbatch in enumerate(minibatch):
             set_gradient_sync(policy.module, i == len(minibatch) - 1)
             logprobs, entropy = policy(microbatch, 1.0)
-            microbatch_loss(logprobs, entropy, microbatch, config, Tally()).backward()
+            microbatch_loss(logprobs, entropy, microbatch, objective, Tally()).backward()
             for number, key in enumerate(microbatch.sample_keys):
                 rows = (microbatch.sample_ids == number) & (microbatch.loss_mask > 0)
                 found["advantages.{}.{}".format(*key)] = microbatch.advantages[rows]

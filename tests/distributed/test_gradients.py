@@ -1,4 +1,5 @@
-"""Two gloo ranks against one process: gradients of every aggregation, odd microbatches, empty ranks (A1-A3, HSDP)."""
+"""Two gloo ranks against one process: gradients of every aggregation, loss and kind of correction, odd microbatches,
+empty ranks (A1-A3, HSDP)."""
 
 from __future__ import annotations
 
@@ -28,6 +29,43 @@ CASES = {
         "max_tokens": 24,
     },
     "nothing_to_learn": {"aggregation": "token_mean", "zero": range(5), "skip": True, "entropy_coef": 0.0},
+    # stale: old and engine's log-probs differ from the present ones; whole samples, wherever they are
+    "gspo": {
+        "aggregation": "sequence_mean",
+        "max_tokens": 24,
+        "stale": True,
+        "loss": {"loss": "gspo", "clip_low": 0.1},
+    },
+    "cispo": {"aggregation": "token_mean", "max_tokens": 24, "stale": True, "loss": {"loss": "cispo"}},
+    "dppo": {
+        "aggregation": "constant",
+        "stale": True,
+        "loss": {"loss": "dppo_kl"},
+        "correction": {"use_rollout_logprobs": True},
+    },
+    "sapo_tis_normalized": {
+        "aggregation": "token_mean",
+        "max_tokens": 24,
+        "stale": True,
+        "loss": {"loss": "sapo"},
+        "correction": {"use_tis": True, "tis_upper_bound": 1.1, "tis_batch_normalize": True},
+    },
+    "sequence_normalized": {
+        "aggregation": "sequence_mean",
+        "max_tokens": 24,
+        "stale": True,
+        "correction": {
+            "use_tis": True,
+            "tis_level": "sequence",
+            "tis_mode": "clip",
+            "tis_batch_normalize": True,
+            "use_rs": True,
+            "rs_level": "geometric",
+            "rs_upper_bound": 1.3,
+            "rs_veto_threshold": 0.3,
+            "opsm_delta": 0.05,
+        },
+    },
     "untied": {"aggregation": "token_mean", "model": "qwen3_untied"},
     # ranks whose tokens go to different experts, and (small microbatches) a rank that has a single row at times
     "qwen3_moe": {"aggregation": "token_mean", "model": "qwen3_moe", "max_tokens": 24},
@@ -78,14 +116,27 @@ def make_samples(only: int | None = None, mask_all_but: int | None = None, zero=
     return samples
 
 
+def age(batch, policy) -> None:
+    """Old and engine's log-probs at random distances from the present ones, a stream of numbers a sample."""
+    now = policy.logprobs(batch, 0.9)
+    distances = torch.zeros(2, now.numel())
+    for number, (group, index) in enumerate(batch.sample_keys):
+        mine = batch.sample_ids == number
+        g = torch.Generator().manual_seed(100 * group + index)
+        distances[:, mine] = 0.3 * torch.randn(2, int(mine.sum()), generator=g)
+    batch.old_logprobs = now + distances[0]
+    batch.rollout_logprobs = batch.old_logprobs + distances[1]
+
+
 def gradients(models: Path, case: dict, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Gradients of one update's loss for a case, whole, and the weights' names."""
-    from lightrl.config.schema import AlgorithmConfig, ModelConfig
+    from lightrl.config.schema import AlgorithmConfig, CorrectionConfig, ModelConfig
     from lightrl.distributed.fsdp import set_gradient_sync
     from lightrl.distributed.mesh import init_world
     from lightrl.observe.metrics import Tally
     from lightrl.training.balance import CostModel
     from lightrl.training.batch import build_minibatches
+    from lightrl.training.objective import Objective, normalize_weights
     from lightrl.training.policy import Policy, to_device
     from lightrl.training.update import microbatch_loss
     from lightrl.wrappers import clean_name
@@ -111,11 +162,17 @@ def gradients(models: Path, case: dict, device: str = "cpu") -> tuple[dict[str, 
         cost=CostModel.from_config(policy.hf_config),
     )
     tally = Tally()
-    algorithm = AlgorithmConfig(entropy_coef=case.get("entropy_coef", 0.01))
+    correction = CorrectionConfig(**case.get("correction", {}))
+    algorithm = AlgorithmConfig(entropy_coef=case.get("entropy_coef", 0.01), **case.get("loss", {}))
+    objective = Objective.of(algorithm, correction)
+    for batch in minibatch if case.get("stale") else ():
+        age(batch, policy)
+    if correction.tis_batch_normalize:
+        normalize_weights([minibatch], world, correction)
     for i, batch in enumerate(minibatch):
         set_gradient_sync(policy.module, i == len(minibatch) - 1)
         logprobs, entropy = policy(batch, 0.9)
-        microbatch_loss(logprobs, entropy, to_device(batch, world.device), algorithm, tally).backward()
+        microbatch_loss(logprobs, entropy, to_device(batch, world.device), objective, tally).backward()
     whole = {clean_name(n): p.grad.full_tensor().clone().cpu() for n, p in policy.module.named_parameters()}
     metrics = Tally.merged(world.gather(tally.to_dict())).result()
     return whole, metrics

@@ -73,7 +73,7 @@ def test_first_update_is_exactly_on_policy(trainer_for, dtype: str) -> None:
     trainer.add_logprobs(batch, Tally())
     tally = Tally()
     update(
-        trainer.policy, trainer.optimizer, trainer.schedule, batch[0], trainer.config.algorithm,
+        trainer.policy, trainer.optimizer, trainer.schedule, batch[0], trainer.objective,
         temperature=1.0, max_grad_norm=1.0, tally=tally,
     )  # fmt: skip
     metrics = tally.result()

@@ -34,8 +34,8 @@ from lightrl.training.advantage import (
     set_advantages,
     whiten_advantages,
 )
+from lightrl.training.objective import Objective
 from lightrl.training.packing import TrainSample, pack
-from lightrl.training.setup import may_skip_zero_advantage
 from lightrl.training.update import microbatch_loss
 from lightrl.types import Prompt, Sample, SampleGroup, Status
 
@@ -291,7 +291,7 @@ def test_the_way_to_each_token_equals_plain_loops(keys, seed):
             seen += len(found)
         logprobs = torch.zeros(len(m.targets), requires_grad=True)
         m.old_logprobs = m.ref_logprobs = None
-        microbatch_loss(logprobs, torch.zeros_like(logprobs), m, AlgorithmConfig(), Tally()).backward()
+        microbatch_loss(logprobs, torch.zeros_like(logprobs), m, Objective.of(AlgorithmConfig()), Tally()).backward()
         assert torch.equal(logprobs.grad, (-m.advantages).masked_fill(~counted, 0.0))
     assert seen == sum(len(v) for v in expected.values()) >= 50
 
@@ -430,7 +430,7 @@ def test_registry_and_config_agree():
     ],
 )
 def test_samples_are_skipped_only_where_their_advantage_is_final(keys, skips):
-    assert may_skip_zero_advantage(AlgorithmConfig(**keys)) == skips
+    assert Objective.of(AlgorithmConfig(**keys)).may_skip_zero_advantage == skips
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,19 @@ import math
 import pytest
 import torch
 
-from lightrl.algorithms.losses import clipped_policy_loss, kl_divergence
+from lightrl.algorithms.losses import LossTokens, kl_divergence, ppo_loss
+from lightrl.algorithms.samples import Samples
 from lightrl.config.schema import AlgorithmConfig
 from lightrl.observe.metrics import Tally
+from lightrl.training.objective import Objective
 from lightrl.training.packing import TrainSample, pack
 from lightrl.training.update import microbatch_loss
+
+
+def tokens(logprobs, old, advantages) -> LossTokens:
+    """All of one sample."""
+    samples = Samples(mask=torch.ones(len(old)).bool(), ids=torch.zeros(len(old), dtype=torch.int64), count=1)
+    return LossTokens(logprobs=logprobs, old_logprobs=old, advantages=advantages, samples=samples)
 
 
 def test_clipped_loss_hand_worked_with_gradients():
@@ -19,7 +27,7 @@ def test_clipped_loss_hand_worked_with_gradients():
     ratios = torch.tensor([2.0, 0.5, 2.0, 0.5, 1.1])
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0])
     logprobs = ratios.log().requires_grad_()
-    out = clipped_policy_loss(logprobs, torch.zeros(5), advantages, clip_low=0.2, clip_high=0.3)
+    out = ppo_loss(tokens(logprobs, torch.zeros(5), advantages), clip_low=0.2, clip_high=0.3)
     # min(r A, clip(r) A): 1.3 | 0.5 | -2 | -0.8 | 2.2
     assert out.loss.tolist() == pytest.approx([-1.3, -0.5, 2.0, 0.8, -2.2])
     assert out.clipped.tolist() == [True, False, False, True, False]
@@ -30,9 +38,7 @@ def test_clipped_loss_hand_worked_with_gradients():
 
 def test_on_policy_gradient_is_reinforce():
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    clipped_policy_loss(
-        logprobs, logprobs.detach(), torch.tensor([0.5, -1.5]), clip_low=0.2, clip_high=0.2
-    ).loss.sum().backward()
+    ppo_loss(tokens(logprobs, logprobs.detach(), torch.tensor([0.5, -1.5]))).loss.sum().backward()
     assert logprobs.grad.tolist() == [-0.5, 1.5]
 
 
@@ -61,9 +67,7 @@ def test_kl_estimators_are_unbiased_and_k2_has_the_kl_gradient():
 
 def test_huge_log_ratios_stay_finite():
     logprobs = torch.tensor([0.0, -1e4], requires_grad=True)
-    out = clipped_policy_loss(
-        logprobs, torch.tensor([-1e4, 0.0]), torch.tensor([-1.0, 1.0]), clip_low=0.2, clip_high=0.2
-    )
+    out = ppo_loss(tokens(logprobs, torch.tensor([-1e4, 0.0]), torch.tensor([-1.0, 1.0])))
     out.loss.sum().backward()
     assert out.loss.isfinite().all()
     assert logprobs.grad.isfinite().all()
@@ -87,7 +91,7 @@ def test_loss_terms_add_up_and_holes_give_nothing():
     entropy = torch.tensor([0.5, 9.0, 0.7], requires_grad=True)
     batch = _batch([1, 0, 1], old=[-1.0, -1.0, -2.0], ref=[-1.5, 40.0, -2.0])
     tally = Tally()
-    loss = microbatch_loss(logprobs, entropy, batch, config, tally)
+    loss = microbatch_loss(logprobs, entropy, batch, Objective.of(config), tally)
     expected = ((-2.0 + 0.1 * 0.125 - 0.01 * 0.5) + (-2.0 + 0.0 - 0.01 * 0.7)) / 2
     assert float(loss) == pytest.approx(expected)
     loss.backward()
@@ -104,7 +108,7 @@ def test_a3_all_masked_microbatch_has_loss_zero_and_finite_gradients():
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     entropy = torch.tensor([0.5, 0.6], requires_grad=True)
     tally = Tally()
-    loss = microbatch_loss(logprobs, entropy, _batch([0, 0]), AlgorithmConfig(entropy_coef=0.1), tally)
+    loss = microbatch_loss(logprobs, entropy, _batch([0, 0]), Objective.of(AlgorithmConfig(entropy_coef=0.1)), tally)
     loss.backward()
     assert float(loss) == 0.0
     assert logprobs.grad.tolist() == [0.0, 0.0]
@@ -114,7 +118,7 @@ def test_a3_all_masked_microbatch_has_loss_zero_and_finite_gradients():
 def test_without_old_logprobs_ratio_is_one_and_mismatch_is_measured():
     logprobs = torch.tensor([-1.0, -1.5], requires_grad=True)
     tally = Tally()
-    microbatch_loss(logprobs, torch.zeros(2), _batch([1, 1]), AlgorithmConfig(), tally).backward()
+    microbatch_loss(logprobs, torch.zeros(2), _batch([1, 1]), Objective.of(AlgorithmConfig()), tally).backward()
     metrics = tally.result()
     assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1.0
     assert metrics["policy/clip_fraction"] == 0.0

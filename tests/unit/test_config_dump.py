@@ -17,6 +17,7 @@ from lightrl.config.load import load_for_run
 from lightrl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
+    CorrectionConfig,
     DataConfig,
     EngineConfig,
     EvalConfig,
@@ -116,14 +117,30 @@ FULL = Config(
         overlong_penalty=0.5,
         skip_zero_advantage=False,
         minibatches_per_step=2,
+        loss="dppo_kl",
         clip_low=0.1,
         clip_high=0.28,
+        ratio_cap=5.0,
         aggregation="constant",
         constant_length=9,
         kl_coef=0.001,
         kl_in="reward",
         kl_estimator="k1",
         entropy_coef=1e-5,
+    ),
+    correction=CorrectionConfig(
+        use_tis=True,
+        tis_level="sequence",
+        tis_mode="clip",
+        tis_lower_bound=0.25,
+        tis_upper_bound=3.0,
+        tis_batch_normalize=True,
+        use_rs=True,
+        rs_level="geometric",
+        rs_lower_bound=0.99,
+        rs_upper_bound=1.01,
+        rs_veto_threshold=1e-4,
+        opsm_delta=0.5,
     ),
     optim=OptimConfig(
         lr=1e-08,
@@ -191,10 +208,14 @@ def reload(config: Config) -> Config:
 
 def test_dump_reloads() -> None:
     assert reload(Config()) == Config()
+    elsewhere = {  # have one value only, or go with others than these
+        *("engine.kind", "engine.urls", "algorithm.normalize_std", "algorithm.dual_clip", "algorithm.tau_pos"),
+        *("algorithm.tau_neg", "algorithm.kl_unbiased", "correction.use_rollout_logprobs", "parallel.context_parallel"),
+    }
     for name, cls in sections().items():
         for field in dataclasses.fields(cls):
             key = f"{name}.{field.name}"
-            if key not in ("engine.kind", "engine.urls", "algorithm.normalize_std"):  # they go with other values
+            if key not in elsewhere:
                 # Each field differs from its default, so that a field lost on the way shows.
                 assert getattr(getattr(FULL, name), field.name) != getattr(cls(), field.name), key
     assert reload(FULL) == FULL
@@ -206,6 +227,13 @@ def test_dump_reloads() -> None:
     assert reload(dataclasses.replace(centred, model=ModelConfig())) == dataclasses.replace(
         centred, model=ModelConfig()
     )
+    for algorithm in (
+        AlgorithmConfig(dual_clip=3.0),
+        AlgorithmConfig(loss="sapo", tau_pos=1.5, tau_neg=2.5),
+        AlgorithmConfig(kl_coef=0.1, kl_unbiased=True),
+    ):
+        bypass = Config(algorithm=algorithm, correction=CorrectionConfig(use_rollout_logprobs=True))
+        assert reload(bypass) == bypass
 
 
 def test_dump_of_random_text_and_numbers() -> None:

@@ -98,6 +98,16 @@ def test_notes_of_a_mistake_stand_above_its_line(
     ]
 
 
+def test_a_run_that_is_lost_says_where_it_stands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for kind, said in ((EngineLostError, "\nin step 3\n"), (EngineStartError, "")):
+        with pytest.raises(kind), ending.told_when_stopped(lambda: "in step 3"):
+            raise kind("gone")
+        assert capsys.readouterr().err == said
+
+
 def test_a_loss_is_a_line_below_the_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)

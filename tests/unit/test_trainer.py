@@ -67,7 +67,7 @@ def test_l1_first_update_is_exactly_on_policy(trainer_for):
         assert torch.equal(trainer.policy(microbatch, 1.0)[0].detach(), microbatch.old_logprobs)
     tally = Tally()
     update(
-        trainer.policy, trainer.optimizer, trainer.schedule, batch[0], trainer.config.algorithm,
+        trainer.policy, trainer.optimizer, trainer.schedule, batch[0], trainer.objective,
         temperature=1.0, max_grad_norm=1.0, tally=tally,
     )  # fmt: skip
     metrics = tally.result()
@@ -75,7 +75,7 @@ def test_l1_first_update_is_exactly_on_policy(trainer_for):
     assert metrics["policy/clip_fraction"] == 0.0
     tally = Tally()
     update(
-        trainer.policy, trainer.optimizer, trainer.schedule, batch[1], trainer.config.algorithm,
+        trainer.policy, trainer.optimizer, trainer.schedule, batch[1], trainer.objective,
         temperature=1.0, max_grad_norm=1.0, tally=tally,
     )  # fmt: skip
     assert tally.result()["policy/ratio_max"] != 1.0  # the second is off-policy: the test can fail

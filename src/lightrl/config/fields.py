@@ -6,15 +6,16 @@ import ast
 import dataclasses
 import inspect
 import json
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lightrl.config import schema
+from lightrl.config.kinds import CODE
 from lightrl.config.lines import Path
-from lightrl.config.schema import CODE, Config
+from lightrl.config.schema import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +212,8 @@ def _default(field: dataclasses.Field[Any]) -> str:
 def _attribute_docs() -> dict[str, dict[str, str]]:
     """Class name to field name to the string that follows the field."""
     docs: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    files = dict.fromkeys(sys.modules[cls.__module__] for cls in _tables().values())
+    for node in (node for file in files for node in ast.parse(inspect.getsource(file)).body):
         if not isinstance(node, ast.ClassDef):
             continue
         docs[node.name] = {}

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from lightrl.config.estimators import ESTIMATORS, OPTIONS
+from lightrl.config.losses import LOSSES
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
@@ -117,3 +118,71 @@ def _of_servers(config: Config) -> Problems:
     if engine.args:
         problems.append(("engine.args", "servers take their arguments where they are started: remove them"))
     return problems
+
+
+def of_losses(config: Config) -> Problems:
+    algorithm, name = config.algorithm, config.algorithm.loss
+    if name not in LOSSES and ":" not in name:
+        near = difflib.get_close_matches(name, LOSSES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(LOSSES)} or package.module:function"
+        return [("algorithm.loss", f"no loss {name!r}: {hint}")]
+    problems, takes = [], LOSSES[name].keys if name in LOSSES else ()
+    for key in dict.fromkeys(key for loss in LOSSES.values() for key in loss.keys):
+        if getattr(algorithm, key) is not None and key not in takes:
+            takers = " or ".join(repr(other) for other, loss in LOSSES.items() if key in loss.keys)
+            text = f"not used by algorithm.loss = {name!r}, but by {takers}: drop it, or change the loss"
+            problems.append((f"algorithm.{key}", text))
+    if algorithm.kl_unbiased and (algorithm.kl_coef == 0 or algorithm.kl_in != "loss"):
+        text = "only used with algorithm.kl_coef > 0 and algorithm.kl_in = 'loss': set them, or drop this"
+        problems.append(("algorithm.kl_unbiased", text))
+    return problems
+
+
+def of_corrections(config: Config) -> Problems:
+    """Keys without effect, bounds that hold nothing, and a mismatch that would be corrected twice."""
+    c = config.correction
+    problems = [
+        (f"correction.{key}", f"only used with correction.{switch} = true: set it, or drop this")
+        for switch, keys in _SWITCHED.items()
+        for key in keys
+        if not getattr(c, switch) and getattr(c, key) != getattr(type(c)(), key)
+    ]
+    if c.use_tis and c.tis_mode == "truncate" and c.tis_lower_bound is not None:
+        if not c.use_rs or c.rs_lower_bound is not None:
+            text = "not used by correction.tis_mode = 'truncate', which only caps: drop it, or choose 'clip'"
+            problems.append(("correction.tis_lower_bound", text))
+    elif c.use_tis and c.tis_mode != "truncate":
+        problems += _of_bounds("tis", c.tis_lower_bound, *c.tis_bounds)
+    if c.use_rs:
+        problems += _of_bounds("rs", c.rs_lower_bound, *c.rs_bounds)
+    if c.use_rollout_logprobs and c.use_tis:
+        if config.algorithm.loss in LOSSES and LOSSES[config.algorithm.loss].has_ratio:
+            text = (
+                f"the ratio of algorithm.loss = {config.algorithm.loss!r} is to the engine's log-probs already with "
+                "correction.use_rollout_logprobs: drop one of the two (loss = 'reinforce' has no ratio)"
+            )
+            problems.append(("correction.use_tis", text))
+        if c.tis_batch_normalize:
+            text = (
+                "needs the trainer's log-probs of the whole step before its updates, which "
+                "correction.use_rollout_logprobs saves: drop one of the two"
+            )
+            problems.append(("correction.tis_batch_normalize", text))
+    return problems
+
+
+_SWITCHED = {
+    "use_tis": ("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
+    "use_rs": ("rs_level", "rs_lower_bound", "rs_upper_bound"),
+}
+
+
+def _of_bounds(name: str, given: float | None, low: float, high: float) -> Problems:
+    """Of `low` and `high` in force, where the lower one may not be `given`."""
+    if low < high:
+        return []
+    upper = f"correction.{name}_upper_bound"
+    if given is None:
+        text = f"correction.{name}_lower_bound is {low:g} by default, not below {high:g}: set it, or raise this"
+        return [(upper, text)]
+    return [(f"correction.{name}_lower_bound", f"{low:g} is not below {upper} = {high:g}: exchange them")]

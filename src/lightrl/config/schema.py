@@ -11,26 +11,16 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from lightrl.config import rules
+from lightrl.config.correction import CorrectionConfig as CorrectionConfig
 from lightrl.config.estimators import Estimator, estimator
-
-_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-PositiveInt = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Seconds = Annotated[float, Field(gt=0, le=10**7)]
-CODE = "names code"
-Code = Annotated[str, CODE]
-"""A rule, or `package.module:function`: the command line looks for it before anything starts."""
+from lightrl.config.kinds import STRICT, Code, Count, Fraction, NonNegative, PositiveFloat, PositiveInt, Seconds
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig:
     """The run as a whole."""
 
@@ -48,7 +38,7 @@ class RunConfig:
     """Ask torch for deterministic kernels (slower on GPU; the CPU is deterministic already)."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
     """The policy: a Hugging Face causal LM."""
 
@@ -76,7 +66,7 @@ class ModelConfig:
     """Run Python code that ships with the checkpoint. Only for sources you trust."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     """Training prompts."""
 
@@ -107,7 +97,7 @@ class DataConfig:
     """Shuffle each epoch, by `run.seed` and the epoch's number."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardConfig:
     """How samples are scored."""
 
@@ -128,7 +118,7 @@ class RewardConfig:
     """A response that never closes its `<think>` block: grade the whole text, or give 0. Counted either way."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutConfig:
     """Sampling of training data."""
 
@@ -167,7 +157,7 @@ class RolloutConfig:
         return self.oversample_prompts or self.prompts_per_step
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class EngineConfig:
     """What generates."""
 
@@ -197,7 +187,7 @@ class EngineConfig:
     """Servers: seconds one answer may take."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class SyncConfig:
     """How new weights reach an engine in a process of its own (SGLang)."""
 
@@ -220,7 +210,7 @@ class SyncConfig:
     """Syncs between bit-by-bit comparisons of the engine's weights with the trainer's; 0: only after the first."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class AlgorithmConfig:
     """Advantages and loss."""
 
@@ -241,10 +231,23 @@ class AlgorithmConfig:
     """What an answer as long as `rollout.max_response_tokens` loses with `overlong_buffer`."""
     minibatches_per_step: PositiveInt = 1
     """Optimizer updates on each step's samples."""
-    clip_low: Fraction = 0.2
-    """The importance ratio is clipped below at 1 - clip_low."""
+    loss: Code = "ppo"
+    """Policy loss: `ppo`, `gspo`, `cispo`, `sapo`, `reinforce`, `dppo_tv`, `dppo_kl` (formulas, and defaults of their
+    keys, in docs/algorithms.md), or `package.module:function`."""
+    clip_low: Fraction | None = None
+    """`ppo`, `gspo`, `cispo`: the importance ratio is clipped below at 1 - clip_low. `dppo_…`: largest divergence where
+    the advantage is negative. Default: the loss's own (`ppo`: 0.2)."""
     clip_high: NonNegative | None = None
-    """… and above at 1 + clip_high; default: clip_low."""
+    """… and above at 1 + clip_high, or largest divergence where the advantage is positive. Default: the loss's own
+    (`ppo`: clip_low)."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """`ppo`: where the advantage is negative the loss is at most this many times its size; unset: no limit."""
+    tau_pos: PositiveFloat | None = None
+    """`sapo`: how fast the gate closes where the advantage is positive; default: 1."""
+    tau_neg: PositiveFloat | None = None
+    """`sapo`: … and elsewhere; default: 1.05."""
+    ratio_cap: Annotated[float, Field(ge=1)] | None = None
+    """`dppo_…`: largest importance ratio; default: 20."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How token losses become one: mean over all tokens; mean over sequences of their token mean; sum over tokens
     divided by sequences x `constant_length`."""
@@ -256,6 +259,8 @@ class AlgorithmConfig:
     """Where the KL goes: a term of the loss, or taken off the reward before advantages."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL per token (http://joschu.net/blog/kl-approx.html)."""
+    kl_unbiased: bool = False
+    """Multiply the KL in the loss by the importance ratio, so that its gradient is the KL's (DeepSeek-V3.2)."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
     skip_zero_advantage: bool = True
@@ -273,7 +278,7 @@ class AlgorithmConfig:
         return self.estimator.whiten if self.whiten is None else self.whiten
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimConfig:
     """AdamW and its schedule."""
 
@@ -297,7 +302,7 @@ class OptimConfig:
     """Where decays end, as a share of `lr`."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ParallelConfig:
     """How the model and the batch are spread."""
 
@@ -322,7 +327,7 @@ class ParallelConfig:
     """Seconds a collective may wait before the run is ended with an error."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
     """Saving and resuming."""
 
@@ -342,7 +347,7 @@ class CheckpointConfig:
     """Check the checksums of a checkpoint before it is loaded."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvalSetConfig:
     """One evaluation set. Keys left out are taken from `[data]` and `[reward]`."""
 
@@ -379,7 +384,7 @@ class EvalSetConfig:
     last evaluation is below."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvalConfig:
     """Evaluation during training and by `lightrl eval`."""
 
@@ -410,7 +415,7 @@ class EvalConfig:
         return missed
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LogConfig:
     """What a person sees."""
 
@@ -430,7 +435,7 @@ class LogConfig:
     """Name of the W&B run; default: the name of `run.dir`."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Config:
     """A whole run."""
 
@@ -442,6 +447,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -477,7 +483,7 @@ class Config:
         if self.eval.every and not self.eval.sets:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
-        problems += rules.of_advantages(self)
+        problems += rules.of_advantages(self) + rules.of_losses(self) + rules.of_corrections(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems

@@ -134,6 +134,18 @@ def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int, *, 
     return tally
 
 
+def with_sample_size(metrics: dict[str, float]) -> dict[str, float]:
+    """With `mismatch/ess`, the effective sample size of the step's importance ratios r as a share of its tokens:
+    (sum r)² / (n sum r²), 1 where all are equal.
+
+    >>> with_sample_size({"mismatch/ratio_mean": 2.0, "mismatch/chi2": 4.0})["mismatch/ess"]  # ratios 1 and 3
+    0.8
+    """
+    if "mismatch/chi2" in metrics:
+        metrics["mismatch/ess"] = metrics["mismatch/ratio_mean"] ** 2 / (1.0 + metrics["mismatch/chi2"])
+    return metrics
+
+
 def _add_parts(tally: Tally, sample: Sample) -> None:
     """Numbers that a dict reward held beside the one that is trained on."""
     parts = sample.metadata.get("reward")

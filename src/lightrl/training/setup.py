@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from lightrl.config.load import model_fault
 from lightrl.config.rundir import newest_state, run_dir_fault
-from lightrl.config.schema import AlgorithmConfig, Config, EngineConfig, ParallelConfig, RunConfig, SyncConfig
+from lightrl.config.schema import Config, EngineConfig, ParallelConfig, RunConfig, SyncConfig
 from lightrl.data import PromptSource
 from lightrl.distributed.mesh import World, consecutive_group
 from lightrl.distributed.offload import Offloader, TrainingState
@@ -283,6 +283,11 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
             "rollout.group_size = 1: an answer is compared with the others to its prompt, and alone has advantage 0: "
             "nothing is learned from rewards"
         )
+    if config.algorithm.loss == "gspo" and config.algorithm.aggregation != "sequence_mean":
+        found.append(
+            f"algorithm.loss = 'gspo' is a mean over samples, but algorithm.aggregation = "
+            f"{config.algorithm.aggregation!r} gives long ones more weight: set 'sequence_mean'"
+        )
     ends = load.eos_token_ids(str(policy.source), policy.hf_config, tokenizer)
     if not (ends or config.rollout.stop or config.rollout.stop_token_ids):
         found.append(
@@ -290,12 +295,6 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
             "rollout.max_response_tokens; set rollout.stop or rollout.stop_token_ids"
         )
     return found
-
-
-def may_skip_zero_advantage(config: AlgorithmConfig) -> bool:
-    """Is a sample without advantage one without gradient?"""
-    final = config.estimator.kind == "group" and config.whitening == "none"  # known before samples are packed
-    return config.skip_zero_advantage and final and not (config.kl_coef or config.entropy_coef)
 
 
 def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[str, object]:

@@ -28,7 +28,7 @@ from lightrl.models.export import export_hf
 from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.environment import environment, write_environment
-from lightrl.observe.metrics import Tally, rollout_metrics
+from lightrl.observe.metrics import Tally, rollout_metrics, with_sample_size
 from lightrl.observe.timing import StageTimer
 from lightrl.observe.trackers import Trackers, make_trackers
 from lightrl.rewards import Scorer, check_labels
@@ -43,6 +43,7 @@ from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
 from lightrl.training.checkpoint import Checkpointer
 from lightrl.training.evaluate import evaluate, load_eval_sets
+from lightrl.training.objective import Objective, normalize_weights
 from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule
 from lightrl.training.packing import TrainSample
 from lightrl.training.policy import Policy
@@ -109,6 +110,7 @@ class Trainer:
         self._held.callback(end, self.scorer.close)
         self.filter = load_filter(config.rollout.filter)
         self.advantages = Advantages.load(config.algorithm, config.rollout.max_response_tokens)
+        self.objective = Objective.of(config.algorithm, config.correction)
         if reward is None:
             check_labels(self.prompts, config.reward)
         self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer)
@@ -177,6 +179,7 @@ class Trainer:
             batch = self.pack(groups)
             self.add_logprobs(batch, tally)
             finish_advantages(groups, batch, self.advantages, self.world)
+            normalize_weights(batch, self.world, self.config.correction)
             self._torn = True
             for minibatch in batch:
                 self._update(minibatch, tally)
@@ -192,7 +195,7 @@ class Trainer:
             self.optimizer,
             self.schedule,
             minibatch,
-            self.config.algorithm,
+            self.objective,
             temperature=self.sampling.temperature,
             max_grad_norm=self.config.optim.max_grad_norm,
             tally=tally,
@@ -305,7 +308,7 @@ class Trainer:
             minibatches=algorithm.minibatches_per_step,
             max_tokens=config.parallel.max_tokens_per_microbatch,
             share_prompts=config.parallel.share_prompts and all(p.module.packed for p in policies),
-            skip_zero_advantage=setup.may_skip_zero_advantage(algorithm),
+            skip_zero_advantage=self.objective.may_skip_zero_advantage,
             aggregation=algorithm.aggregation,
             constant_length=algorithm.constant_length or config.rollout.max_response_tokens,
             cost=self.cost,
@@ -318,7 +321,8 @@ class Trainer:
         is spent on them.
         """
         temperature = self.sampling.temperature
-        old = len(batch) > 1 or (self.reference is not None and self.config.algorithm.kl_in == "reward")
+        kl_in_reward = self.reference is not None and self.config.algorithm.kl_in == "reward"
+        old = kl_in_reward or self.objective.needs_old_logprobs(len(batch))
         for microbatch in (m for minibatch in batch for m in minibatch):
             if old:
                 microbatch.old_logprobs = self.policy.logprobs(microbatch, temperature)
@@ -332,7 +336,7 @@ class Trainer:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _metrics(self, tally: Tally, times: dict[str, float], num_updates: int) -> dict[str, float]:
-        metrics = Tally.merged(self.world.gather(tally.to_dict())).result()
+        metrics = with_sample_size(Tally.merged(self.world.gather(tally.to_dict())).result())
         for name in ("loss/total", "loss/policy"):
             if name in metrics:
                 metrics[name] /= num_updates

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightrl.algorithms.losses import PolicyLoss, clipped_policy_loss, kl_divergence
-from lightrl.config.schema import AlgorithmConfig
+from lightrl.algorithms.losses import MAX_LOG_RATIO, LossTokens, PolicyLoss, kl_divergence
 from lightrl.distributed.fsdp import set_gradient_sync
+from lightrl.errors import UserError
 from lightrl.observe.metrics import Tally
+from lightrl.training.objective import Correction, Objective, correct, samples_of
 from lightrl.training.optim import optimizer_step
 from lightrl.training.policy import Policy, to_device
 from lightrl.types import Microbatch
@@ -32,7 +32,7 @@ def update(
     optimizer: torch.optim.Optimizer,
     schedule: LambdaLR,
     minibatch: Sequence[Microbatch],
-    config: AlgorithmConfig,
+    objective: Objective,
     *,
     temperature: float,
     max_grad_norm: float,
@@ -44,40 +44,48 @@ def update(
     for i, batch in enumerate(minibatch):
         set_gradient_sync(policy.module, i == len(minibatch) - 1)
         logprobs, entropy = policy(batch, temperature)
-        loss, record = _loss(logprobs, entropy, to_device(batch, policy.device), config)
+        loss, record = _loss(logprobs, entropy, to_device(batch, policy.device), objective)
         loss.backward()
         records.append(record)
     norm, stepped = optimizer_step(optimizer, schedule, policy.parameters(), max_grad_norm)
     for record in records:  # reads numbers off the device, which would otherwise wait for the host in between
-        record(tally)
+        record.write(tally)
     return UpdateResult(grad_norm=norm, stepped=stepped, lr=lr)
 
 
-def microbatch_loss(
-    logprobs: Tensor, entropy: Tensor, batch: Microbatch, config: AlgorithmConfig, tally: Tally
-) -> Tensor:
+def microbatch_loss(logprobs: Tensor, entropy: Tensor, batch: Microbatch, objective: Objective, tally: Tally) -> Tensor:
     """This microbatch's share of the update's loss, scalar; its metrics go into `tally`."""
-    loss, record = _loss(logprobs, entropy, batch, config)
-    record(tally)
+    loss, record = _loss(logprobs, entropy, batch, objective)
+    record.write(tally)
     return loss
 
 
-def _loss(
-    logprobs: Tensor, entropy: Tensor, batch: Microbatch, config: AlgorithmConfig
-) -> tuple[Tensor, Callable[[Tally], None]]:
-    """This microbatch's share of the update's loss, scalar, and what writes down its metrics.
+def _loss(logprobs: Tensor, entropy: Tensor, batch: Microbatch, objective: Objective) -> tuple[Tensor, _Record]:
+    """This microbatch's share of the update's loss, scalar, and what its metrics are made of.
 
     Without `old_logprobs` the samples are from these very weights: the old policy is the present one, and the ratio is
-    1 with its gradient intact.
+    1 with its gradient intact. With `correction.use_rollout_logprobs` the old policy is the engine.
     """
-    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    policy_loss = clipped_policy_loss(
-        logprobs,
-        old,
-        batch.advantages,
-        clip_low=config.clip_low,
-        clip_high=config.clip_low if config.clip_high is None else config.clip_high,
+    config, samples = objective.algorithm, samples_of(batch)
+    if objective.correction.reads_rollout_logprobs and batch.rollout_logprobs is None:
+        raise UserError(
+            "correction: an engine gave answers without log-probs, which the loss needs: remove [correction]"
+        )
+    trainer = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    old = trainer
+    if objective.correction.use_rollout_logprobs and batch.rollout_logprobs is not None:
+        old = torch.where(samples.mask, batch.rollout_logprobs, trainer)
+    tokens = LossTokens(
+        logprobs=logprobs,
+        old_logprobs=old,
+        advantages=batch.advantages,
+        samples=samples,
+        rollout_logprobs=batch.rollout_logprobs,
     )
+    policy_loss = objective.policy_loss(tokens)
+    correction = correct(objective.correction, batch, logprobs, samples)
+    if correction.weights is not None:
+        policy_loss.loss = policy_loss.loss * correction.weights
     token_loss = policy_loss.loss
     if config.entropy_coef:
         token_loss = token_loss - config.entropy_coef * entropy
@@ -85,48 +93,76 @@ def _loss(
     if batch.ref_logprobs is not None:
         kl = kl_divergence(logprobs, batch.ref_logprobs, config.kl_estimator)
         if config.kl_in == "loss":
-            token_loss = token_loss + config.kl_coef * kl
-    counted = batch.loss_mask > 0
-    token_loss = token_loss.masked_fill(~counted, 0.0)
+            token_loss = token_loss + config.kl_coef * (kl * tokens.log_ratio.exp() if config.kl_unbiased else kl)
+    counted = samples.mask
+    in_loss = counted if correction.keep is None else counted & correction.keep
     # the sum over no token still reaches every parameter, so that all ranks reduce the same gradients
-    loss = (token_loss * batch.loss_weights).sum()
-    shown = replace(policy_loss, loss=policy_loss.loss.detach())
-    numbers = (loss.detach(), logprobs.detach(), old, entropy.detach(), shown, None if kl is None else kl.detach())
-    return loss, partial(_record, batch, *numbers, counted)
+    loss = (token_loss.masked_fill(~in_loss, 0.0) * batch.loss_weights).sum()
+    record = _Record(
+        batch=batch,
+        loss=loss.detach(),
+        logprobs=logprobs.detach(),
+        old=old,
+        entropy=entropy.detach(),
+        policy_loss=replace(policy_loss, loss=policy_loss.loss.detach()),
+        kl=None if kl is None else kl.detach(),
+        correction=correction,
+        counted=counted,
+        in_loss=in_loss,
+    )
+    return loss, record
 
 
-@torch.no_grad()
-def _record(
-    batch: Microbatch,
-    loss: Tensor,
-    logprobs: Tensor,
-    old: Tensor,
-    entropy: Tensor,
-    policy_loss: PolicyLoss,
-    kl: Tensor | None,
-    counted: Tensor,
-    tally: Tally,
-) -> None:
-    """Losses as they are summed; the rest are token means over the loss mask, whatever the aggregation."""
-    if not bool(counted.any()):
-        return
-    tokens = float(counted.sum())
-    means = {
-        "loss/entropy": entropy,
-        "policy/clip_fraction": policy_loss.clipped.float(),
-        "policy/ratio_mean": policy_loss.ratio,
-        "policy/kl_old": kl_divergence(logprobs, old, "k3"),
+@dataclass(frozen=True, kw_only=True)
+class _Record:
+    """What a microbatch's metrics are made of, without its graph. All but the scalar loss are [N]."""
+
+    batch: Microbatch
+    loss: Tensor
+    logprobs: Tensor
+    old: Tensor
+    entropy: Tensor
+    policy_loss: PolicyLoss
+    kl: Tensor | None
+    correction: Correction
+    counted: Tensor
+    in_loss: Tensor
+
+    @torch.no_grad()
+    def write(self, tally: Tally) -> None:
+        """Losses as they are summed; the rest are token means over the loss mask, whatever the aggregation."""
+        if not bool(self.counted.any()):
+            return
+        batch, policy_loss, counted = self.batch, self.policy_loss, self.counted
+        tokens = float(counted.sum())
+        means = {
+            "loss/entropy": self.entropy,
+            "policy/clip_fraction": policy_loss.clipped.float(),
+            "policy/ratio_mean": policy_loss.ratio,
+            "policy/kl_old": kl_divergence(self.logprobs, self.old, "k3"),
+        }
+        if self.kl is not None:
+            means["loss/kl"] = self.kl
+        tally.add("loss/total", float(self.loss), kind="sum")
+        tally.add("loss/policy", float((policy_loss.loss * batch.loss_weights)[self.in_loss].sum()), kind="sum")
+        for name, values in means.items():
+            tally.add(name, float(values[counted].mean()), weight=tokens)
+        tally.add("policy/ratio_max", float(policy_loss.ratio[counted].max()), kind="max")
+        tally.add("policy/ratio_min", float(policy_loss.ratio[counted].min()), kind="min")
+        if batch.old_logprobs is None:
+            mismatch_metrics(batch, self.logprobs, tally)
+        _record_correction(self.correction, counted, tally)
+
+
+def _record_correction(correction: Correction, counted: Tensor, tally: Tally) -> None:
+    shares = {
+        "correction/weight_mean": correction.weights,
+        "correction/bounded_share": correction.bounded,
+        "correction/rejected_share": None if correction.keep is None else ~correction.keep,
     }
-    if kl is not None:
-        means["loss/kl"] = kl
-    tally.add("loss/total", float(loss), kind="sum")
-    tally.add("loss/policy", float((policy_loss.loss * batch.loss_weights)[counted].sum()), kind="sum")
-    for name, values in means.items():
-        tally.add(name, float(values[counted].mean()), weight=tokens)
-    tally.add("policy/ratio_max", float(policy_loss.ratio[counted].max()), kind="max")
-    tally.add("policy/ratio_min", float(policy_loss.ratio[counted].min()), kind="min")
-    if batch.old_logprobs is None:
-        mismatch_metrics(batch, logprobs, tally)
+    for name, values in shares.items():
+        if values is not None:
+            tally.add(name, float(values[counted].float().mean()), weight=float(counted.sum()))
 
 
 def mismatch_metrics(batch: Microbatch, logprobs: Tensor, tally: Tally) -> None:
@@ -136,8 +172,12 @@ def mismatch_metrics(batch: Microbatch, logprobs: Tensor, tally: Tally) -> None:
     counted = batch.loss_mask.to(logprobs.device) > 0
     if not bool(counted.any()):
         return
-    mine, engine = logprobs[counted], batch.rollout_logprobs.to(logprobs.device)[counted]
+    mine, engine = logprobs[counted].detach(), batch.rollout_logprobs.to(logprobs.device)[counted]
     tokens = float(counted.sum())
     tally.add("mismatch/logprob_abs_diff", float((mine - engine).abs().mean()), weight=tokens)
     tally.add("mismatch/logprob_abs_diff_max", float((mine - engine).abs().max()), kind="max")
     tally.add("mismatch/kl_k3", float(kl_divergence(engine, mine, "k3").mean()), weight=tokens)
+    ratio = (mine - engine).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double().exp()
+    tally.add("mismatch/ratio_mean", float(ratio.mean()), weight=tokens)
+    tally.add("mismatch/ratio_max", float(ratio.max()), kind="max")
+    tally.add("mismatch/chi2", float(ratio.square().mean()) - 1.0, weight=tokens)
