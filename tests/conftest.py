@@ -1,7 +1,14 @@
-"""Fixtures of all tiers."""
+"""Fixtures of all tiers.
+
+Tests marked `interpreter` call Triton kernels on CPU tensors. Where there is no GPU, the whole pytest process (and what
+it starts) runs with TRITON_INTERPRET=1, so tests import kernels like any other module. The interpreter multiplies
+float32 and float16 exactly but bfloat16 wrongly (`tl.dot`): that belongs into `tests/gpu`. Each operation of each
+program of a grid takes tens of microseconds or more: keep grids small.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -31,10 +38,16 @@ def pytest_configure() -> None:
         os.environ.setdefault(name, value)
     paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if not _num_gpus():  # Triton reads it when a kernel is defined, its own library's included: before any import of it
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, with the reason, what this machine cannot run."""
+    marked = [item for item in items if item.get_closest_marker("interpreter")]
+    if marked and (reason := _interpreter_missing()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
     for mark, needed in (("gpu", 1), ("gpu2", 2)):
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and (found := _num_gpus()) < needed:
@@ -50,6 +63,14 @@ def _num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _interpreter_missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "no triton: install the dev extra on Linux"
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return "kernels are compiled here, not interpreted: a GPU was found (set TRITON_INTERPRET=1 to interpret them)"
+    return None
 
 
 def _smollm2_missing() -> str | None:
