@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import difflib
+import json
 import os
 import signal
 import socket
@@ -97,10 +98,17 @@ def _start(message: dict[str, Any]) -> Any:
     import sglang
     from sglang.srt.server_args import ServerArgs
 
-    known = versions.argument_names(ServerArgs)
+    return sglang.Engine(**engine_arguments(message, versions.argument_names(ServerArgs)))
+
+
+def engine_arguments(message: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """All of `sglang.Engine`, which takes those `known`, for the trainer's first message."""
     check_arguments(message["args"], known)
     arguments = _defaults(message["settings"], known) | message["args"]
-    return sglang.Engine(**arguments)
+    if ours := message["settings"].get("override"):
+        key = "json_model_override_args"
+        arguments[key] = json.dumps(json.loads(message["args"].get(key) or "{}") | ours)
+    return arguments
 
 
 def check_arguments(args: dict[str, Any], known: set[str]) -> None:
@@ -217,8 +225,6 @@ class _Service:
         return self._pending.total() > 0 and not self._pending["update"]
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        import json
-
         try:
             while True:
                 length = int.from_bytes(await reader.readexactly(8), "big")
