@@ -19,6 +19,7 @@ from lightrl.kernels.logprob import linear_logprobs
 from lightrl.models import experts, gated_delta, load, registry
 from lightrl.models.attention import Segments
 from lightrl.models.names import StoredTensors, kept_names
+from lightrl.models.quantized import without_quantization
 from lightrl.types import Microbatch
 
 
@@ -76,7 +77,7 @@ class Policy:
     def load(cls, config: ModelConfig, world: World, *, frozen: bool = False) -> Policy:
         """Stream `config.path` into shards; `frozen` (a reference) keeps compute precision and no gradients."""
         source = load.resolve_checkpoint(config.path, config.revision)
-        hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        hf_config = without_quantization(AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code))
         dtype = compute_dtype(config.compute_dtype, world.device)
         model = load.empty_model(
             hf_config, dtype=dtype if frozen else torch.float32, trust_remote_code=config.trust_remote_code
