@@ -23,6 +23,9 @@ import common  # noqa: E402
 OPS = {
     "startup": "seconds until help, a config error, an import",
     "embedded_generate": "tokens/s of the embedded engine; peer: transformers' generate",
+    "train_step": "tokens/s of an update on one GPU; peer: transformers under FSDP2",
+    "attention": "TFLOP/s of attention over packed rows; peers: SDPA's flash kernel, torch's varlen_attn",
+    "fused_ops": "us of norms, rotations and SwiGLU; peers: transformers' own code, Liger",
     "grpo_step_cpu": "seconds a GRPO step on the CPU; peer: TRL's GRPOTrainer",
     "sleep_wake": "seconds to move the trainer off the GPUs and back; peer: bare page-locked copies",
     "weight_sync": "ms to pass weights into SGLang; peers: per tensor, one bucket at a time",

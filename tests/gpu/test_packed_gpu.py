@@ -1,4 +1,4 @@
-"""On CUDA: packed forwards and fused log-probs, in bfloat16 (torch's variable-length attention) and float32.
+"""On CUDA: packed forwards and fused log-probs, in bfloat16 (every attention kernel there is) and float32.
 
 bfloat16 is held to the error that the stock model makes in bfloat16 with the same weights, both against the stock model
 in float32, one sample at a time.
@@ -7,13 +7,17 @@ in float32, one sample at a time.
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from unit.test_packed_models import COMMON, SPECIAL, samples
 
+from lightrl.kernels import attention
+from lightrl.kernels.attention_dense import Dense
 from lightrl.kernels.logprob import linear_logits, linear_logprobs
+from lightrl.models import attention as packed
 from lightrl.models import registry
 from lightrl.models.attention import Segments
 from lightrl.training.packing import pack
@@ -61,8 +65,8 @@ def stock_results(model: torch.nn.Module, units, coefficients: torch.Tensor) -> 
     return finish(model, torch.cat(logprobs), torch.cat(entropies), coefficients)
 
 
-def our_results(model: torch.nn.Module, units, coefficients: torch.Tensor) -> Results:
-    registry.prepare_packed(model)
+def our_results(model: torch.nn.Module, units, coefficients: torch.Tensor, *, fuse: bool) -> Results:
+    registry.prepare_packed(model, fuse=fuse)
     module = PolicyModule(model, packed=True)
     batch = pack(units, [[1.0] * len(u) for u in units])
     device = torch.device("cuda")
@@ -84,29 +88,51 @@ def coefficients_for(units) -> torch.Tensor:
     return torch.randn(2, count, generator=torch.Generator().manual_seed(2)).cuda()
 
 
+@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
-def test_float32_equals_stock(family: str, head_dim: int) -> None:
+def test_float32_equals_stock(family: str, head_dim: int, fuse: bool) -> None:
     model, units = build(family, head_dim), samples()
     coefficients = coefficients_for(units)
     expected = stock_results(copy.deepcopy(model), units, coefficients)
     for packing in (units, [[s] for u in units for s in u]):  # prompts shared; each sample alone
-        found = our_results(copy.deepcopy(model), packing, coefficients)
+        found = our_results(copy.deepcopy(model), packing, coefficients, fuse=fuse)
         torch.testing.assert_close(found[0], expected[0], atol=1e-4, rtol=0)
         torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=0)
         for name, gradient in expected[2].items():
             assert relative_error(found[2][name], gradient) < 1e-4, name
 
 
+@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
-def test_bfloat16_errs_no_more_than_stock(family: str, head_dim: int) -> None:
+def test_bfloat16_errs_no_more_than_stock(family: str, head_dim: int, fuse: bool) -> None:
+    bfloat16_against_stock(family, head_dim, fuse)
+
+
+@pytest.mark.parametrize("body", ["cudnn", "flash4", "flash"])
+def test_bfloat16_with_each_attention_kernel(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN takes far shorter segments here than it would."""
+    runs = {"cudnn": attention.cudnn_runs, "flash4": attention.flash4_runs}
+    if body in runs and not runs[body](torch.zeros(1, 4, 64, device="cuda", dtype=torch.bfloat16)):
+        pytest.skip("no Hopper, no cuDNN 9.1, or no flash-attn-4")
+    separate = 30 if body == "cudnn" else 1 << 30  # of prompts and answers alone and with prefixes, some each
+    monkeypatch.setattr(Dense, "plan", partial(Dense.plan, separate=separate, uniform=separate))
+    for name in {"cudnn_runs", "flash4_runs"} - {f"{body}_runs"}:
+        monkeypatch.setattr(attention, name, lambda q: False)
+    used, plain = set(), attention.choose
+    monkeypatch.setattr(packed, "choose", lambda *a: used.add(type(made := plain(*a)).__name__.lower()) or made)
+    bfloat16_against_stock("qwen3", 64, True)
+    assert f"{body}body" in used
+
+
+def bfloat16_against_stock(family: str, head_dim: int, fuse: bool) -> None:
     model, units = build(family, head_dim), samples()
     coefficients = coefficients_for(units)
     truth = stock_results(copy.deepcopy(model), units, coefficients)
     stock = stock_results(copy.deepcopy(model).to(torch.bfloat16), units, coefficients)
     for packing in (units, [[s] for u in units for s in u]):
-        found = our_results(copy.deepcopy(model).to(torch.bfloat16), packing, coefficients)
+        found = our_results(copy.deepcopy(model).to(torch.bfloat16), packing, coefficients, fuse=fuse)
         for i, what in enumerate(("log-probs", "entropies")):
             ours, theirs = ((r[i] - truth[i]).abs().mean() for r in (found, stock))
             print(f"{family} {head_dim} {what}: {ours:.5f}, stock {theirs:.5f}")

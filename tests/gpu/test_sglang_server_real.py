@@ -7,6 +7,7 @@ needs two packages that its engine does not: jsonschema and soundfile.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
@@ -33,7 +34,7 @@ from lightrl.engine.sglang_server import SGLangServers
 from lightrl.errors import UserError
 from lightrl.types import Status
 
-MISSING = [m for m in ("sglang", "jsonschema", "soundfile") if importlib.util.find_spec(m) is None]
+MISSING = [m for m in ("sglang", "jsonschema", "soundfile", "python_multipart") if importlib.util.find_spec(m) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"SGLang's server cannot run: no {', '.join(MISSING)}")
 
 CUDA = torch.cuda.is_available()
@@ -98,7 +99,8 @@ def server(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> 
             pytest.fail(f"no answer in 300 s:\n{(folder / 'log').read_text()[-3000:]}")
         yield folder, url
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

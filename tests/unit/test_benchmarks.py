@@ -89,3 +89,40 @@ def test_worker_answers_in_turn_and_shows_its_last_words(common: ModuleType, tmp
     with pytest.raises(RuntimeError, match=r"printer ended with code 1(?s:.*)out of paper"):
         worker.ask()
     worker.close()
+
+
+@pytest.mark.parametrize("variant", ["kept", "all", "none"])
+def test_train_step_and_its_peer_do_the_same(variant: str, common: ModuleType) -> None:
+    """The same gradients, clipped, from the same weights and tokens; blocks are computed as often as is said."""
+    import torch
+    import train_step
+    from transformers import Qwen3Config
+
+    from lightrl.distributed.mesh import init_world
+    from lightrl.training.adamw import local
+
+    config = Qwen3Config(**train_step.SHAPES["tiny"])
+    world = init_world("cpu")
+    ours = train_step.Ours(config, world, variant=variant)
+    peer = train_step.Peer(config, world)
+    tokens = torch.randint(97, (3, 33), generator=torch.Generator().manual_seed(0))
+    first_moments = []
+    for trained, model in ((ours, ours.policy.model), (peer, peer.module.model)):
+        calls: list[int] = []
+        model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        trained.prepared(tokens)()
+        assert len(calls) == (1 if trained is ours and variant == "none" else 2)
+        assert trained.bytes() > 3 * sum(p.numel() for p in trained.module.parameters()) * 4
+        state = trained.optimizer.state
+        first_moments.append([local(state[p]["exp_avg"]) for p in trained.module.parameters()])
+    for mine, theirs in zip(*first_moments, strict=True):
+        assert theirs.any()
+        torch.testing.assert_close(mine, theirs, atol=1e-7, rtol=1e-4)
+
+
+def test_flops_per_token(common: ModuleType) -> None:
+    """Qwen3-0.6B: 6 x 595.6 million weights, of which 440 million in blocks; attention 6 x 28 x 2048 x rows."""
+    import train_step
+
+    shape = train_step.SHAPES["Qwen3-0.6B"]
+    assert train_step.flops_per_token(shape, 16384) == 6 * (28 * 15_728_640 + 151_936 * 1024) + 6 * 28 * 2048 * 16384

@@ -523,6 +523,6 @@ def test_doctor_survives_what_is_broken(monkeypatch: pytest.MonkeyPatch, capsys:
     shown = capsys.readouterr().out
     assert "check failed" in shown
     assert "shares the policy's weights" in shown
-    for package in ("torch", "transformers", "sglang", "flash-attn", "flash-linear-attention", "liger-kernel", "wandb"):
+    for package in ("torch", "transformers", "sglang", "flash-attn-4", "flash-linear-attention", "wandb"):
         assert package in shown
     assert "s3cret" not in shown

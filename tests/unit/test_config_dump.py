@@ -53,6 +53,8 @@ FULL = Config(
         tokenizer="tok",
         compute_dtype="float32",
         activation_checkpointing=True,
+        recompute_attention=True,
+        kernels="off",
         reference_path="ref",
         trust_remote_code=True,
     ),

@@ -9,9 +9,10 @@ from test_packed_models import SPECIAL, TEMPERATURE, build, our_results, samples
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
+from lightrl.kernels.attention import attend
 from lightrl.kernels.moe import ExpertWeights, grouped_experts, grouped_experts_reference
 from lightrl.models import experts, registry
-from lightrl.models.attention import Segments, _SinkAttention, _with_sinks
+from lightrl.models.attention import Segments, _with_sinks
 from lightrl.training.packing import pack
 from lightrl.training.policy import PolicyModule
 
@@ -214,15 +215,15 @@ class CpuFlash:
     def __init__(self, mask: Tensor | None, scale: float) -> None:
         self.mask, self.scale = mask, scale
 
-    def forward(self, *rows: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def forward(self, *rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *map(self._heads_first, rows), 0.0, self.mask is None, attn_mask=self.mask, scale=self.scale
         )
-        return out[0].transpose(0, 1), lse[0], ()
+        return out[0].transpose(0, 1), (lse[0],)
 
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple):
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(self._heads_first, (grad, q, k, v, out)), lse[None].contiguous(), 0.0, self.mask is None,
+            *map(self._heads_first, (grad, q, k, v, out)), saved[0][None].contiguous(), 0.0, self.mask is None,
             attn_mask=self.mask, scale=self.scale,
         )  # fmt: skip
         return tuple(g[0].transpose(0, 1) for g in grads)
@@ -242,7 +243,7 @@ def test_sinks_through_a_flash_kernel(window: int | None) -> None:
     if window is not None:
         allowed = allowed.triu(1 - window)
     mask = None if window is None else torch.zeros(33, 33).masked_fill(~allowed, float("-inf"))
-    ours = _SinkAttention.apply(q, k, v, sinks, CpuFlash(mask, 0.3))
+    ours = attend(q, k, v, CpuFlash(mask, 0.3), sinks)
     plain = _with_sinks(*(x.transpose(0, 1)[None] for x in (q, k, v)), allowed, 0.3, sinks)[0].transpose(0, 1)
     torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
     found, expected = (torch.autograd.grad((o * cotangent).sum(), (q, k, v, sinks)) for o in (ours, plain))

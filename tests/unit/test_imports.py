@@ -34,12 +34,12 @@ RULES = {
     "wrappers": "|",
     "types": "torch |",
     "config": "pydantic pydantic_core lightrl.errors | tomlkit",  # never torch: mistakes answer at once
-    "kernels": "torch triton |",
+    "kernels": "torch triton | flash_attn",
     "algorithms": "torch lightrl.types |",
     "training.packing": "torch lightrl.types lightrl.training.balance |",
     "training.balance": "torch |",
     "models": "torch transformers safetensors huggingface_hub numpy lightrl.errors lightrl.wrappers lightrl.kernels | "
-    "fla flash_attn liger_kernel filelock gguf tokenizers lightrl.data.tasks lightrl.types",
+    "fla filelock gguf tokenizers lightrl.data.tasks lightrl.types",
     "distributed": f"torch {SECTION} lightrl.wrappers |",
     "sync": f"torch safetensors {SECTION} lightrl.engine.base lightrl.distributed |",
     "observe": f"torch rich {SECTION} | matplotlib wandb",

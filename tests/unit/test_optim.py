@@ -1,11 +1,15 @@
 """Schedules against hand-worked factors; clipping and the skipped step."""
 
+import copy
 import math
 
 import pytest
 import torch
+from torch.distributed.tensor import distribute_tensor
 
 from lightrl.config.schema import OptimConfig
+from lightrl.distributed.mesh import init_world
+from lightrl.training.adamw import local
 from lightrl.training.optim import advance, build_optimizer, build_schedule, grad_norm, lr_factor, optimizer_step
 
 
@@ -73,3 +77,35 @@ def test_non_finite_gradient_skips_the_step_and_schedule_goes_on(bad):
     assert p.grad is None
     assert schedule.get_last_lr() == [0.5]
     assert grad_norm([p]) == 0.0
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_steps_are_torchs_to_the_last_bit(sharded):
+    """With weight decay, parameters without a gradient, states loaded in between."""
+    torch.manual_seed(0)
+    shapes = [(3, 5), (7,), (2, 2), (4,)]
+    values = [torch.randn(s) for s in shapes]
+    spread = (lambda t: distribute_tensor(t, init_world("cpu").mesh["shard"])) if sharded else (lambda t: t)
+    config = OptimConfig(lr=0.1, weight_decay=0.3)
+    ours, theirs = ([torch.nn.Parameter(spread(v.clone())) for v in values] for _ in range(2))
+    optimizer = build_optimizer(ours, config)
+    groups = [{"params": [p for p in theirs if (p.ndim == 2) == flat]} for flat in (True, False)]
+    groups[0]["weight_decay"], groups[1]["weight_decay"] = 0.3, 0.0
+    plain = torch.optim.AdamW(groups, lr=0.1, betas=config.betas, eps=config.eps, fused=True)
+    for step in range(4):
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            gradient = torch.randn(shapes[i])
+            a.grad, b.grad = (None, None) if i == step else (spread(gradient), spread(gradient))
+        optimizer.step()
+        plain.step()
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(local(a.detach()), local(b.detach()))
+        if step == 1:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = build_optimizer(ours, OptimConfig())
+            optimizer.load_state_dict(saved)
+    for a, b in zip(ours, theirs, strict=True):
+        assert optimizer.state[a].keys() == plain.state[b].keys()
+        assert optimizer.state[a]["step"] == plain.state[b]["step"]
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: 0.0)

@@ -121,7 +121,8 @@ def compare(ours, stock):
     torch.testing.assert_close(ours[1], stock[1], atol=1e-5, rtol=1e-5)
     assert ours[2].keys() == stock[2].keys()
     for name, gradient in stock[2].items():
-        torch.testing.assert_close(ours[2][name], gradient, atol=2e-5, rtol=1e-4, msg=name)
+        atol = 2e-5 + 1e-6 * float(gradient.abs().max())  # sums whose parts are that large are rounded
+        torch.testing.assert_close(ours[2][name], gradient, atol=atol, rtol=1e-4, msg=name)
 
 
 def build(family: str):
@@ -140,11 +141,12 @@ def build(family: str):
     return stock, ours
 
 
+@pytest.mark.parametrize("fuse", [False, True])  # on a CPU the kernels' plain-torch references
 @pytest.mark.parametrize("family", sorted(registry.FAMILIES))
-def test_packed_equals_stock(family):
+def test_packed_equals_stock(family, fuse):
     stock, model = build(family)
     assert registry.packs_exactly(model.config)
-    registry.prepare_packed(model)
+    registry.prepare_packed(model, fuse=fuse)
     module = PolicyModule(model, packed=True)
     units = samples()
     num_targets = sum(len(s.response) for u in units for s in u)

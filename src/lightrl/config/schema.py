@@ -62,6 +62,12 @@ class ModelConfig:
     hardware computes it natively, else float32."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass: less memory, about a third more time."""
+    recompute_attention: bool = False
+    """With `activation_checkpointing`, compute attention a second time too, instead of keeping its outputs (on a GPU in
+    bfloat16: tokens x heads x head size x 2 bytes a layer). Gradients are the same."""
+    kernels: Literal["auto", "off"] = "auto"
+    """Norms, rotary positions and gated products of known families: `auto` fuses each into one kernel on a GPU, `off`
+    leaves them to transformers."""
     reference_path: str | None = None
     """Checkpoint of the frozen reference for the KL term; default: the policy's own start."""
     trust_remote_code: bool = False

@@ -3,7 +3,7 @@
 A segment is a run of query rows with its own keys. Usually the keys are the same rows; a response whose prompt is
 packed once for a whole group attends to the prompt's rows and its own (`kv_index`). Queries align with the end of
 their keys, causally. Heads may have sinks (one more logit in the softmax, without a value), and values another width
-than queries and keys.
+than queries and keys. On a GPU in bfloat16 one of several kernels computes it (`kernels/attention.py`).
 
 Transformers passes unknown keyword arguments of the model call down to the attention function, which is how the
 segments get here; as the name is not in transformers' mask registry it builds no `[T, T]` mask.
@@ -12,21 +12,23 @@ segments get here; as the name is not in transformers' mask registry it builds n
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightrl.kernels.attention import attend, choose
+from lightrl.kernels.attention_flash import Packing, Span
 from lightrl.kernels.gated_delta import Chains
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lightrl.types import Microbatch
 
 NAME = "lightrl_packed"
+OUTPUTS = "kept_outputs"
+"""Attribute of an attention module: a `kernels.attention.Outputs`, while its block is recomputed or will be."""
 
 
 def register() -> str:
@@ -60,6 +62,13 @@ class Segments:
             batch.max_seqlen_k,
             tuple(_blocks(batch, device)),
         )
+
+    @cached_property
+    def packing(self) -> Packing:
+        """The same for kernels that know segments."""
+        spans = [_span(block, *segment) for block in self.blocks for segment in block.segments]
+        borders = (self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k)
+        return Packing(*borders, self.kv_index, tuple(spans))
 
     @cached_property
     def chains(self) -> Chains:
@@ -97,6 +106,15 @@ class _Block:
                 mask[first - self.start : end - self.start, keys] = allowed
             self._masks[window] = mask.to(self.device)
         return self._masks[window]
+
+
+def _span(block: _Block, first: int, end: int, keys: Tensor) -> Span:
+    """A segment of a block as kernels take it: what is before its own rows among its keys is one run of rows."""
+    before = keys.numel() - (end - first)
+    start = block.start + int(keys[0])
+    if before and int(keys[before - 1]) + 1 != int(keys[0]) + before:
+        raise ValueError(f"the keys of rows {first} to {end} are no run of rows before their own")
+    return Span(first, end, (start, start + before) if before else None)
 
 
 def _blocks(batch: Microbatch, device: torch.device) -> list[_Block]:
@@ -148,11 +166,11 @@ def packed_attention(
     rule = _Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, s_aux)
     kernel_runs = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if kernel_runs and max(query.shape[-1], value.shape[-1]) <= _MAX_HEAD_DIM:
-        return _varlen(query, key, value, segments, rule), None
+        return _by_kernel(module, query, key, value, segments, rule), None
     return _by_block(query, key, value, segments, rule), None
 
 
-_MAX_HEAD_DIM = 256  # of torch's variable-length attention
+_MAX_HEAD_DIM = 256  # of torch's variable-length kernel, which every other falls back to
 
 
 @dataclass(frozen=True)
@@ -164,109 +182,22 @@ class _Rule:
     sinks: Tensor | None  # [heads]
 
 
-# ----- one call for all segments (CUDA)
+# ----- kernels (CUDA)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: _Rule) -> Tensor:
+def _by_kernel(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: _Rule) -> Tensor:
     value_dim = v.shape[-1]
-    width = -(-max(q.shape[-1], value_dim) // 8) * 8  # the kernel wants one width for all three, in steps of 8
+    width = -(-max(q.shape[-1], value_dim) // 8) * 8  # kernels want one width for all three, in steps of 8
     q, k, v = (_widened(x[0].transpose(0, 1), width) for x in (q, k, v))  # [T, heads, width]
-    if segments.kv_index is not None:
-        k, v = k.index_select(0, segments.kv_index), v.index_select(0, segments.kv_index)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    if rule.sinks is not None:
-        kernel = FlashKernel(segments, rule.scale, rule.window)
-        return _SinkAttention.apply(q, k, v, rule.sinks, kernel)[None, ..., :value_dim]
-    out: Tensor = _varlen_function()(
-        q,
-        k,
-        v,
-        segments.cu_seqlens_q,
-        segments.cu_seqlens_k,
-        segments.max_seqlen_q,
-        segments.max_seqlen_k,
-        scale=rule.scale,
-        window_size=(-1, 0) if rule.window is None else (rule.window - 1, 0),
-    )
+    body = choose(segments.packing, q, v, rule.scale, rule.window, rule.sinks is not None)
+    out = attend(q, k, v, body, rule.sinks, getattr(module, OUTPUTS, None))
     return out[None, ..., :value_dim]
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
     """Zeros added to the last dimension: they add nothing to a score, and columns to values that are cut off again."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
-@cache
-def _varlen_function() -> Callable[..., Any]:
-    """torch's variable-length attention; newer releases want grouped heads to be named."""
-    import inspect
-
-    from torch.nn.attention.varlen import varlen_attn
-
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
-        return varlen_attn
-    return lambda *args, **kwargs: varlen_attn(*args, **kwargs, enable_gqa=True)
-
-
-@dataclass(frozen=True)
-class FlashKernel:
-    """The two halves of torch's variable-length attention, under which no autograd is."""
-
-    segments: Segments
-    scale: float
-    window: int | None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Rows [T, heads, D] -> output [T, heads, D], log-sum-exp of each row's scores [heads, T], and what is kept."""
-        out, lse, *kept, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *self._lengths, 0.0, self.window is None, False, scale=self.scale, **self._window
-        )
-        return out, lse, tuple(kept)
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, given those of the output."""
-        return torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, lse, *self._lengths, 0.0, self.window is None, *kept, scale=self.scale, **self._window
-        )
-
-    @property
-    def _lengths(self) -> tuple[Tensor, Tensor, int, int]:
-        s = self.segments
-        return s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k
-
-    @property
-    def _window(self) -> dict[str, int]:
-        return {"window_size_left": -1 if self.window is None else self.window - 1, "window_size_right": 0}
-
-
-class _SinkAttention(torch.autograd.Function):
-    """Attention with sinks from a kernel that knows none.
-
-    A sink makes each row's softmax sum larger: the log-sum-exp becomes `l = logaddexp(lse, sink)`, the output shrinks
-    by exp(lse - l). The kernel's backward computes probabilities as exp(score - l) and the product of output and its
-    gradient from what it is given. Given the new output and `l` it therefore returns exact gradients; the sink's own is
-    minus its probability times that product.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: FlashKernel) -> Tensor:
-        out, lse, kept = kernel.forward(q, k, v)
-        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-        out = (out * (lse - total).exp().T[..., None]).to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, total, *kept)
-        ctx.kernel = kernel
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, total, *kept = ctx.saved_tensors
-        grad = grad.contiguous()
-        grads = ctx.kernel.backward(grad, q, k, v, out, total, tuple(kept))
-        product = (grad.to(total.dtype) * out).sum(-1).T  # [heads, T]
-        share = (sinks.to(total.dtype)[:, None] - total).exp()
-        return *grads, -(share * product).sum(-1).to(sinks.dtype), None
 
 
 # ----- a call a block (everywhere else)

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightrl.models import attention, experts, gated_delta
+from lightrl.models import attention, experts, fused, gated_delta
+from lightrl.models.fused import Fused
+
+_NORMS = Fused()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +25,14 @@ class Family:
     """Exchanges parts of a loaded model, on the instance, before it is sharded. The embedded engine does the same."""
     layer_types: frozenset[str] = frozenset({"full_attention", "sliding_attention"})
     """Kinds of layers that are exact on packed rows; a config that names others runs stock."""
+    fused: Fused = _NORMS
+    """What the fused kernels take over where they run: norms and SwiGLU, and perhaps attention around its function."""
 
 
-_PLAIN = Family()
-_SOFTMAX_EXPERTS = Family(patch=partial(experts.exchange, router=experts.softmax_router))
-_SIGMOID_EXPERTS = Family(patch=partial(experts.exchange, router=experts.sigmoid_router))
+_LLAMA = Fused(attention=True)
+_ZERO_CENTRED = Fused(attention=True, norm_offset=1.0)
+_softmax_experts = partial(experts.exchange, router=experts.softmax_router)
+_sigmoid_experts = partial(experts.exchange, router=experts.sigmoid_router)
 
 
 def _delta_and_experts(model: Any) -> None:
@@ -34,22 +40,22 @@ def _delta_and_experts(model: Any) -> None:
     experts.exchange(model, experts.softmax_router)
 
 
-_DELTA = Family(patch=gated_delta.exchange, layer_types=gated_delta.LAYER_TYPES)
-_DELTA_EXPERTS = Family(patch=_delta_and_experts, layer_types=gated_delta.LAYER_TYPES)
+_DELTA = Family(patch=gated_delta.exchange, layer_types=gated_delta.LAYER_TYPES, fused=_ZERO_CENTRED)
+_DELTA_EXPERTS = Family(patch=_delta_and_experts, layer_types=gated_delta.LAYER_TYPES, fused=_ZERO_CENTRED)
 
 FAMILIES: dict[str, Family] = {
-    "llama": _PLAIN,
-    "mistral": _PLAIN,
-    "olmo2": _PLAIN,
-    "phi3": _PLAIN,
-    "qwen2": _PLAIN,
-    "qwen3": _PLAIN,
-    "smollm3": _PLAIN,
-    "qwen3_moe": _SOFTMAX_EXPERTS,
-    "glm4_moe": _SIGMOID_EXPERTS,
-    "glm4_moe_lite": _SIGMOID_EXPERTS,  # GLM-4.7-Flash
-    "deepseek_v3": _SIGMOID_EXPERTS,  # Moonlight too
-    "mimo_v2_flash": _SIGMOID_EXPERTS,
+    "llama": Family(fused=_LLAMA),
+    "mistral": Family(),
+    "olmo2": Family(),
+    "phi3": Family(),
+    "qwen2": Family(fused=_LLAMA),
+    "qwen3": Family(fused=_LLAMA),
+    "smollm3": Family(),
+    "qwen3_moe": Family(patch=_softmax_experts, fused=_LLAMA),
+    "glm4_moe": Family(patch=_sigmoid_experts, fused=_LLAMA),
+    "glm4_moe_lite": Family(patch=_sigmoid_experts),  # GLM-4.7-Flash
+    "deepseek_v3": Family(patch=_sigmoid_experts),  # Moonlight too
+    "mimo_v2_flash": Family(patch=_sigmoid_experts),
     "gpt_oss": Family(patch=partial(experts.exchange, router=experts.topk_softmax_router)),
     "qwen3_next": _DELTA_EXPERTS,
     "qwen3_5_text": _DELTA,
@@ -81,10 +87,15 @@ def packs_exactly(config: Any) -> bool:
     )
 
 
-def prepare_packed(model: Any) -> None:
-    """Make a loaded model of a known family take packed rows (`segments=…` of its call)."""
+def prepare_packed(model: Any, *, fuse: bool = False) -> None:
+    """Make a loaded model of a known family take packed rows (`segments=…` of its call).
+
+    `fuse` also puts norms, rotations and gates into fused kernels, which is for GPUs: elsewhere it gains nothing.
+    """
     model.set_attn_implementation(attention.register())
     patch_layers(model)
+    if fuse:
+        fused.exchange(model, FAMILIES[text_config(model.config).model_type].fused)
 
 
 def patch_layers(model: Any) -> None:

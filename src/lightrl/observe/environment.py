@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightrl.observe.jsonl import write_whole
 
 ENVIRONMENT_FILE = "environment.json"
-_PACKAGES = ("torch", "transformers", "datasets", "triton", "sglang", "flash-attn", "flash-linear-attention")
+_PACKAGES = ("torch", "transformers", "datasets", "triton", "sglang", "flash-attn-4", "flash-linear-attention")
 
 
 def environment(cwd: Path | None = None) -> dict[str, Any]:

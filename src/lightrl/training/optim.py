@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.config.schema import OptimConfig
+from lightrl.training.adamw import ShardedAdamW, local
 
 
 def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
@@ -21,9 +22,7 @@ def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> 
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     # lr as a float: a tensor would not broadcast with sharded parameters
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
+    return ShardedAdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps)
 
 
 def build_schedule(
@@ -80,7 +79,7 @@ def optimizer_step(
     if finite:
         if max_grad_norm > 0 and norm > max_grad_norm:
             scale = max_grad_norm / (norm + 1e-6)
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+            torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], scale)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     schedule.step()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightrl.config.schema import ModelConfig
 from lightrl.distributed import fsdp
 from lightrl.distributed.mesh import World
 from lightrl.kernels.logprob import linear_logprobs
-from lightrl.models import experts, gated_delta, load, registry
+from lightrl.models import gated_delta, load, recompute, registry
 from lightrl.models.attention import Segments
 from lightrl.models.names import StoredTensors, kept_names
 from lightrl.models.quantized import without_quantization
@@ -78,13 +79,22 @@ class Policy:
         """Stream `config.path` into shards; `frozen` (a reference) keeps compute precision and no gradients."""
         source = load.resolve_checkpoint(config.path, config.revision)
         hf_config = without_quantization(AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code))
+        policy = cls.without_weights(config, hf_config, world, source=source, frozen=frozen)
+        load.load_weights(policy.model, source, trust_remote_code=config.trust_remote_code)
+        return policy
+
+    @classmethod
+    def without_weights(
+        cls, config: ModelConfig, hf_config: Any, world: World, *, source: Path, frozen: bool = False
+    ) -> Policy:
+        """Sharded, on its device, prepared for training; parameters and buffers are yet to be filled."""
         dtype = compute_dtype(config.compute_dtype, world.device)
         model = load.empty_model(
             hf_config, dtype=dtype if frozen else torch.float32, trust_remote_code=config.trust_remote_code
         )
         packed = registry.packs_exactly(hf_config) and registry.is_own_code(model)
         if packed:
-            registry.prepare_packed(model)
+            registry.prepare_packed(model, fuse=config.kernels == "auto" and fused_kernels_run(world.device))
             gated_delta.prepare_training(model, world.device, dtype)
         module = PolicyModule(model, packed=packed)
         if frozen:
@@ -95,10 +105,9 @@ class Policy:
             world.mesh,
             compute_dtype=dtype,
             activation_checkpointing=config.activation_checkpointing and not frozen,
-            recompute_contexts=experts.recompute_contexts,
+            recompute_contexts=partial(recompute.contexts, keep_attention=not config.recompute_attention),
         )
         module.to_empty(device=world.device)
-        load.load_weights(model, source, trust_remote_code=config.trust_remote_code)
         module.eval()  # no dropout: what is trained is what was sampled from
         return cls(module=module, hf_config=hf_config, source=source, compute_dtype=dtype, device=world.device)
 
@@ -148,6 +157,11 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if native_bfloat16(device) else torch.float32
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def fused_kernels_run(device: torch.device) -> bool:
+    """Triton's: on a GPU, where torch brings it along (it does on Linux)."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def native_bfloat16(device: torch.device) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,18 +40,32 @@ def update(
 ) -> UpdateResult:
     """Add up gradients over microbatches and step once. Ranks reduce only in the last backward."""
     lr = float(optimizer.param_groups[0]["lr"])
+    records = []
     for i, batch in enumerate(minibatch):
         set_gradient_sync(policy.module, i == len(minibatch) - 1)
         logprobs, entropy = policy(batch, temperature)
-        microbatch_loss(logprobs, entropy, to_device(batch, policy.device), config, tally).backward()
+        loss, record = _loss(logprobs, entropy, to_device(batch, policy.device), config)
+        loss.backward()
+        records.append(record)
     norm, stepped = optimizer_step(optimizer, schedule, policy.parameters(), max_grad_norm)
+    for record in records:  # reads numbers off the device, which would otherwise wait for the host in between
+        record(tally)
     return UpdateResult(grad_norm=norm, stepped=stepped, lr=lr)
 
 
 def microbatch_loss(
     logprobs: Tensor, entropy: Tensor, batch: Microbatch, config: AlgorithmConfig, tally: Tally
 ) -> Tensor:
-    """This microbatch's share of the update's loss, scalar.
+    """This microbatch's share of the update's loss, scalar; its metrics go into `tally`."""
+    loss, record = _loss(logprobs, entropy, batch, config)
+    record(tally)
+    return loss
+
+
+def _loss(
+    logprobs: Tensor, entropy: Tensor, batch: Microbatch, config: AlgorithmConfig
+) -> tuple[Tensor, Callable[[Tally], None]]:
+    """This microbatch's share of the update's loss, scalar, and what writes down its metrics.
 
     Without `old_logprobs` the samples are from these very weights: the old policy is the present one, and the ratio is
     1 with its gradient intact.
@@ -75,12 +90,12 @@ def microbatch_loss(
     token_loss = token_loss.masked_fill(~counted, 0.0)
     # the sum over no token still reaches every parameter, so that all ranks reduce the same gradients
     loss = (token_loss * batch.loss_weights).sum()
-    if bool(counted.any()):
-        with torch.no_grad():
-            _record(batch, loss, logprobs, old, entropy, policy_loss, kl, counted, tally)
-    return loss
+    shown = replace(policy_loss, loss=policy_loss.loss.detach())
+    numbers = (loss.detach(), logprobs.detach(), old, entropy.detach(), shown, None if kl is None else kl.detach())
+    return loss, partial(_record, batch, *numbers, counted)
 
 
+@torch.no_grad()
 def _record(
     batch: Microbatch,
     loss: Tensor,
@@ -93,6 +108,8 @@ def _record(
     tally: Tally,
 ) -> None:
     """Losses as they are summed; the rest are token means over the loss mask, whatever the aggregation."""
+    if not bool(counted.any()):
+        return
     tokens = float(counted.sum())
     means = {
         "loss/entropy": entropy,
