@@ -233,22 +233,22 @@ class Ours(Trained):
         self.schedule = build_schedule(self.optimizer, OptimConfig(), 100)
 
     def prepared(self, tokens: Any) -> Callable[[], object]:
-        """A step on these [rows, length + 1] tokens, each row a prompt of one token and its answer."""
+        """A step on rows of tokens, each a prompt of one token and its answer."""
         from lightrl.config.schema import AlgorithmConfig
         from lightrl.observe.metrics import Tally
         from lightrl.training.packing import TrainSample, pack
         from lightrl.training.update import update
 
-        length = tokens.shape[1] - 1
         samples = [
             TrainSample(
-                group_index=i, index=0, prompt=row[:1], response=row[1:], loss_mask=[1] * length,
+                group_index=i, index=0, prompt=row[:1], response=row[1:], loss_mask=[1] * (len(row) - 1),
                 rollout_logprobs=None, advantage=1.0,
             )
-            for i, row in enumerate(tokens.tolist())
+            for i, row in enumerate(row.tolist() for row in tokens)
         ]  # fmt: skip
-        batch = pack([[s] for s in samples], [[1 / (len(samples) * length)]] * len(samples))
-        assert len(batch.input_ids) == len(batch.targets) == len(samples) * length
+        total = sum(len(s.response) for s in samples)
+        batch = pack([[s] for s in samples], [[1 / total]] * len(samples))
+        assert len(batch.input_ids) == len(batch.targets) == total
         settings: Any = {"temperature": 1.0, "max_grad_norm": 1.0}
         return lambda: update(
             self.policy, self.optimizer, self.schedule, [batch], AlgorithmConfig(), tally=Tally(), **settings
@@ -282,12 +282,16 @@ class Peer(Trained):
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-6, fused=True)
 
     def prepared(self, tokens: Any) -> Callable[[], object]:
+        """A step on [rows, length + 1] tokens."""
+        return self.step(tokens[:, :-1], tokens[:, 1:].flatten())
+
+    def step(self, ids: Any, targets: Any) -> Callable[[], object]:
+        """On [rows, length] and [rows x length], -100 where there is none."""
         import torch
 
         def step() -> None:
             with self.kernel():
-                ids = tokens.to(self.device, non_blocking=True)
-                self.module(ids[:, :-1], ids[:, 1:].flatten()).backward()
+                self.module(*(t.to(self.device, non_blocking=True) for t in (ids, targets))).backward()
             norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
             if torch.isfinite(norm.full_tensor()):
                 self.optimizer.step()
@@ -319,7 +323,7 @@ def stock_module(model: Any) -> Any:
             weight = self.model.lm_head.weight
             parts = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
             losses = [checkpoint(chunk_loss, h, weight, t, use_reentrant=False) for h, t in parts]
-            return torch.stack(losses).sum() / len(targets)
+            return torch.stack(losses).sum() / (targets >= 0).sum()
 
     return Stock()
 

@@ -26,6 +26,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightrl.engine import sglang_receiver as receiver
+from lightrl.kernels.fp8 import dequantize
+from lightrl.models.fp8 import Fp8Plan
 from lightrl.sync.buckets import BucketSender, plan_buckets
 
 SMALL: dict[str, Any] = {
@@ -83,11 +85,28 @@ CASES += [(f"{kind} tp{tp['tp_rank']}", kind, tp) for kind in CONFIGS for tp in 
 CASES += [("gpt_oss tp1 gpu", "gpt_oss", TP1)]  # the experts' loader is another on a CPU
 CASES += [(f"{kind} ep1", kind, EP1) for kind in ("qwen3_moe", "glm4_moe", "deepseek_v3")]
 
+BLOCKS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_key_value_heads": 2}
+MLA_BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "v_head_dim": 64}
+MLA_BLOCKS |= {"q_lora_rank": 256, "qk_nope_head_dim": 56}
+FP8: dict[str, dict[str, Any]] = {
+    "qwen2": BLOCKS,
+    "qwen3": {**BLOCKS, "num_key_value_heads": 1},  # two ranks: half a block of keys, so q, k and v stay
+    "qwen3_moe": {**BLOCKS, "moe_intermediate_size": 256},
+    "glm4_moe": {**BLOCKS, "moe_intermediate_size": 256},
+    "deepseek_v3": MLA_BLOCKS,
+    "glm4_moe_lite": MLA_BLOCKS,
+}
+"""Sizes in whole blocks, for engines in FP8."""
+CASES += [(f"{kind} fp8", kind, {}) for kind in FP8]
+CASES += [(f"{kind} fp8 tp{tp['tp_rank']}", kind, tp) for kind in FP8 for tp in (TP0, TP1)]
+CASES += [("qwen3_moe fp8 ep1", "qwen3_moe", EP1)]
 
-def checkpoint(kind: str, folder: Path) -> Path:
+
+def checkpoint(kind: str, folder: Path, fp8: bool = False) -> Path:
     """Of random bfloat16 values, under the names that transformers writes."""
     name, fields = CONFIGS[kind]
-    path = folder / kind
+    fields = {**fields, **(FP8[kind] if fp8 else {})}
+    path = folder / (f"{kind}_fp8" if fp8 else kind)
     if not path.exists():
         torch.manual_seed(0)
         config = getattr(transformers, f"{name}Config")(**fields)
@@ -109,8 +128,9 @@ class SGLang:
         from sglang.srt.runtime_context import get_parallel, publish
         from sglang.srt.server_args import ServerArgs
 
-        def prepare(path: Path) -> Any:
+        def prepare(path: Path, override: dict[str, Any]) -> Any:
             arguments = ServerArgs(
+                json_model_override_args=json.dumps(override),
                 model_path=str(path),
                 device="cpu",
                 dtype="bfloat16",
@@ -126,18 +146,18 @@ class SGLang:
 
         self._prepare = prepare
         self.parallel = get_parallel()
-        arguments, config = prepare(path)
+        arguments, config = prepare(path, {})
         method = f"file://{folder}/rendezvous"
         parallel_state.init_distributed_environment(1, 0, distributed_init_method=method, local_rank=0, backend="gloo")
         parallel_state.initialize_model_parallel()
         initialize_dp_attention(arguments, config)
 
-    def build(self, path: Path) -> nn.Module:
+    def build(self, path: Path, override: dict[str, Any] | None = None) -> nn.Module:
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.model_loader import get_model
 
-        _, config = self._prepare(path)
+        _, config = self._prepare(path, override or {})
         return get_model(
             model_config=config, load_config=LoadConfig(load_format="dummy"), device_config=DeviceConfig("cpu")
         )
@@ -153,7 +173,28 @@ def memory(model: nn.Module) -> dict[str, Tensor]:
 
 def equal(a: Tensor, b: Tensor) -> bool:
     """Bit by bit."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def as_on_a_gpu() -> None:
+    """On a CPU, SGLang would lay FP8 weights out anew, for instructions that few CPUs have."""
+    from sglang.srt.layers.quantization import fp8
+
+    fp8._is_cpu = False
+
+
+def far_off(model: nn.Module, plain: nn.Module) -> list[str]:
+    """FP8 parameters of a model that do not stand for those of another, loaded from the same in bfloat16."""
+    theirs, wrong = dict(plain.named_parameters()), []
+    mine = dict(model.named_parameters())
+    for name, tensor in mine.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            scales = mine[name.removesuffix("weight") + "weight_scale_inv"]
+            exact = theirs[name].float()
+            step = exact.abs() / 16 + scales.float().max() * 2.0**-10
+            if ((dequantize(tensor, scales) - exact).abs() > step).any():
+                wrong.append(name)
+    return wrong
 
 
 def check(model: nn.Module, tensors: list[tuple[str, Tensor]]) -> dict[str, Any]:
@@ -196,21 +237,37 @@ def check(model: nn.Module, tensors: list[tuple[str, Tensor]]) -> dict[str, Any]
     }
 
 
+def check_fp8(sglang: SGLang, path: Path, tensors: list[tuple[str, Tensor]], parallel: dict[str, int]) -> Any:
+    """The same for an engine in FP8; and what its numbers and scales stand for."""
+    as_on_a_gpu()
+    plan = Fp8Plan.of([(n, tuple(t.shape), t.dtype) for n, t in tensors], parallel.get("tp_size", 1))
+    model = sglang.build(path, {"quantization_config": plan.config()})
+    [sent] = plan.apply([tensors], torch.bfloat16)
+    report = check(model, sent)
+    plain = sglang.build(path)
+    with torch.no_grad():
+        plain.load_weights(iter(tensors))  # type: ignore[operator]
+    kinds = [parameter.dtype for parameter in model.parameters()]
+    return report | {"far off": far_off(model, plain), "fp8": kinds.count(torch.float8_e4m3fn)}
+
+
 def main(folder: Path, chosen: list[str]) -> None:
     sglang = SGLang(checkpoint("llama", folder), folder)
     for name, kind, parallel in CASES:
         if chosen and name not in chosen:
             continue
-        path = checkpoint(kind, folder)
+        path = checkpoint(kind, folder, "fp8" in name)
         tensors = [pair for file in sorted(path.glob("*.safetensors")) for pair in load_file(file).items()]
         tensors.sort(key=lambda pair: pair[0])
         try:
             with sglang.parallel.override(**parallel):
-                model = sglang.build(path)
-                for module in model.modules():
-                    if name.endswith("gpu") and hasattr(module, "use_padded_loading"):
-                        module.use_padded_loading = False
-                report = check(model, tensors)
+                report = check_fp8(sglang, path, tensors, parallel) if "fp8" in name else None
+                if report is None:
+                    model = sglang.build(path)
+                    for module in model.modules():
+                        if name.endswith("gpu") and hasattr(module, "use_padded_loading"):
+                            module.use_padded_loading = False
+                    report = check(model, tensors)
         except Exception as error:
             traceback.print_exc()
             report = {"error": f"{type(error).__name__}: {error}"}

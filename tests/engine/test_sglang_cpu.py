@@ -14,6 +14,8 @@ import contract
 import pytest
 import tiny_run
 import torch
+from conftest import SMOLLM2
+from real_moe import make_real_moe, train_with_sglang
 from tiny_models import CONTEXT, EOS, SMALL, VOCAB, stock
 from transformers import LlamaConfig
 
@@ -147,6 +149,18 @@ def test_an_engine_that_is_stopped_and_restarted(engine: SGLangEngine, model: to
 
 
 # ---- runs
+
+
+@pytest.mark.model
+def test_a_real_mixture_routes_as_in_sglang(tmp_path: Path) -> None:
+    """Pretrained weights, experts that differ: log-probs agree before an update and after."""
+    model = make_real_moe(SMOLLM2, tmp_path / "model", noise=0.3, layers=4)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"input": "What is 4 - 1?", "label": "3"}\n{"input": "What is 2 + 5?", "label": "7"}\n')
+    engine = {key: value for key, value in ENGINE.items() if key != "kind"}
+    for step in train_with_sglang(model, data, tmp_path, "cpu", **engine):
+        assert step["optim/grad_norm"] > 0
+        assert step["mismatch/logprob_abs_diff"] < 1e-4
 
 
 def test_reward_rises_also_when_the_engine_dies(tmp_path: Path) -> None:

@@ -44,12 +44,19 @@ def text_of(ids: list[int]) -> str:
 
 def make_engine(model: torch.nn.Module, folder: Path, **config: Any) -> SGLangEngine:
     """An engine that holds the weights of a stock bfloat16 model as version 7."""
+    return make_stored_engine(model, [(n, p.detach()) for n, p in model.named_parameters()], folder, **config)
+
+
+def make_stored_engine(
+    model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]], folder: Path, **config: Any
+) -> SGLangEngine:
+    """As `make_engine`, with the names of a checkpoint."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     engine = SGLangEngine(
         Model(
             path=folder,
-            layout=[(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()],
+            layout=[(n, tuple(t.shape), t.dtype) for n, t in tensors],
             eos_token_ids=[EOS],
             decode=text_of,
             dtype=torch.bfloat16,
@@ -61,8 +68,35 @@ def make_engine(model: torch.nn.Module, folder: Path, **config: Any) -> SGLangEn
         device=torch.device("cuda", 0),
         log_dir=folder / "engine",
     )
-    load(engine, model, 7)
+    engine.load_weights(tensors, 7)
     return engine
+
+
+def stored(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Its tensors under a checkpoint's names, as views of its own where they are parts of them."""
+    from lightrl.models.names import StoredTensors, kept_names, persistent_tensors
+
+    tensors = persistent_tensors(model)
+    group = [(name, tensors[name].detach()) for name in kept_names(model)]  # type: ignore[arg-type]
+
+    class One:
+        def layout(self) -> list[list[tuple[str, tuple[int, ...], torch.dtype]]]:
+            return [[(name, tuple(t.shape), t.dtype) for name, t in group]]
+
+        def __iter__(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+            yield group
+
+    return [pair for made in StoredTensors(model, One()) for pair in made]  # type: ignore[arg-type]
+
+
+def mean_difference(model: torch.nn.Module, request: GenerateRequest, completions: Sequence[Completion]) -> float:
+    """Between an engine's log-probs of what it sampled and a stock forward's, absolute."""
+    found = []
+    for completion in completions:
+        logits = contract.reference_logits(model, request, completion).log_softmax(-1)
+        expected = logits.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        found.append((torch.tensor(completion.logprobs) - expected).abs())
+    return float(torch.cat(found).mean())
 
 
 def load(engine: SGLangEngine, model: torch.nn.Module, version: int) -> None:

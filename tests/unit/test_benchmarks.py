@@ -165,3 +165,60 @@ def test_flops_per_token(common: ModuleType) -> None:
 
     shape = train_step.SHAPES["Qwen3-0.6B"]
     assert train_step.flops_per_token(shape, 16384) == 6 * (28 * 15_728_640 + 151_936 * 1024) + 6 * 28 * 2048 * 16384
+
+
+def test_hybrid_stack_and_its_peer_do_the_same(common: ModuleType) -> None:
+    """Rows of many lengths: packed by ours, padded by the peer, the same gradients."""
+    import hybrid_stack
+    import torch
+    import train_step
+
+    from lightrl.distributed.mesh import init_world
+
+    world, config = init_world("cpu"), hybrid_stack.stack_config("tiny", 4)
+    assert config.layer_types.count("full_attention") == 1
+    peer, ours = hybrid_stack.make_peer(config, world), train_step.Ours(config, world, variant="kept")
+    lengths = hybrid_stack.lengths_of("mixed", 90)
+    assert sum(lengths) == 90
+    assert len(set(lengths)) > 3
+    tokens = [torch.randint(97, (n + 1,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    assert hybrid_stack.difference(ours, peer, tokens) < 1e-3
+
+
+def test_flops_of_hybrid_blocks(common: ModuleType) -> None:
+    """Qwen3.5-9B, four blocks: MLPs of 151 million weights each; 58.7 million in attention, 67.4 in a delta layer."""
+    import hybrid_stack
+
+    shape = hybrid_stack.SHAPES["Qwen3.5-9B"]
+    weights = 4 * 3 * 4096 * 12288 + 4096 * (3 * 4096 + 2 * 1024) + 3 * 4096 * (2 * 2048 + 3 * 4096 + 64) + 1024 * 4096
+    states = 3 * 18 * 32 * 128 * 128
+    assert hybrid_stack.flops_per_token(shape, 4, 1000) == 6 * weights + 6 * 4096 * 1000 + states
+
+
+def test_efficiency_is_of_the_rate_of_one(common: ModuleType) -> None:
+    import weak_scaling
+
+    case = {"count": 1, "length": 8, "variant": "kept"}
+    one = case | {"seconds": {"ours": [2.0, 1.0, 4.0], "peer": [1.0]}}
+    many = case | {"seconds": {"ours": [2.5, 2.0, 4.0], "peer": [2.0]}}
+    row = weak_scaling.efficiency("tiny", 1, 2, one, many)
+    assert (row["ours"], row["ours_spread"], row["peer"], row["ratio"]) == (0.8, [0.5, 1.0], 0.5, 1.6)
+
+
+def test_rl_update_counts_real_tokens(common: ModuleType) -> None:
+    import rl_update
+
+    args = argparse.Namespace(
+        shape="tiny", groups=20, group_size=8, prompt=9, mean=50, longest=200, device="cpu", trl_liger=False
+    )
+    samples = rl_update.make_samples(args)
+    lengths = [len(s["response"]) for s in samples]
+    assert 40 < sum(lengths) / len(lengths) < 60
+    assert max(lengths) <= 200
+    assert samples[0]["prompt"] == samples[7]["prompt"] != samples[8]["prompt"]
+    ours, peer = ([{"seconds": s, "grad_norm": n}] for s, n in ((2.0, 0.5), (4.0, 0.51)))
+    [row] = rl_update.make_rows(args, samples, ours, peer, peer_name="TRL")
+    real = sum(lengths) + 160 * 9
+    assert row["ours"] == pytest.approx(real / 2, rel=1e-3)
+    assert row["ratio"] == pytest.approx(2, rel=1e-3)
+    assert f"160 x {9 + max(lengths)}" in row["note"]

@@ -101,6 +101,7 @@ FULL = Config(
         tensor_parallel=2,
         memory_fraction=0.25,
         hang_timeout=20.0,
+        quantization="fp8",
         max_restarts=4,
         args={"attention_backend": "triton", "nested": {"a": [1, 2.5, True]}},
         api_key_env="KEY",

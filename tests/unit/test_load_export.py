@@ -295,7 +295,14 @@ def _materialised(folder: Path) -> PreTrainedModel:
     [
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "not a causal language model .BertForMaskedLM"),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "not a causal language model"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "is quantized"),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
+            "quantized .fp8 without weight_block",
+        ),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
+            "is quantized .gptq.; training reads",
+        ),
         ({"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}, "model.trust_remote_code = true"),
         ({"model_type": "no-such-type"}, "cannot read the config"),
         ("{", "cannot read the config"),

@@ -18,6 +18,9 @@ LOWEST_TEMPERATURE = 0.01
 """Below, float32 log-probs of what was sampled are no longer told from rounding; greedy (0) is for evaluation."""
 
 
+_FP8_EXPERTS = ("auto", "triton", "deep_gemm", "cutlass")
+
+
 def of_sampling(config: Config) -> Problems:
     problems = []
     if "" in config.rollout.stop:
@@ -93,9 +96,9 @@ def of_engines(config: Config) -> Problems:
     if config.engine.urls:
         return [("engine.urls", "they are used by engine.kind = 'sglang_server': set it, or remove them")]
     if config.engine.kind == "sglang":
-        if config.run.device == "cpu" and config.engine.tensor_parallel > 1:
-            return [("engine.tensor_parallel", "engines on a CPU are not split: set it to 1")]
-        return []
+        return _of_sglang(config)
+    if config.engine.quantization != "none":
+        return [("engine.quantization", "only SGLang computes in FP8: set engine.kind = 'sglang', or 'none' here")]
     if config.engine.tensor_parallel > 1:
         return [("engine.tensor_parallel", "only SGLang splits an engine over ranks: set engine.kind = 'sglang'")]
     if config.engine.args:
@@ -103,8 +106,27 @@ def of_engines(config: Config) -> Problems:
     return []
 
 
+def _of_sglang(config: Config) -> Problems:
+    engine, problems = config.engine, []
+    if config.run.device == "cpu" and engine.tensor_parallel > 1:
+        problems.append(("engine.tensor_parallel", "engines on a CPU are not split: set it to 1"))
+    if engine.quantization != "none":
+        if str(engine.args.get("kv_cache_dtype", "auto")).startswith("fp8"):
+            text = "with engine.quantization SGLang's scales of an FP8 cache would mean nothing: drop one"
+            problems.append(("engine.args", f"kv_cache_dtype: {text}"))
+        if "quantization" in engine.args:
+            problems.append(("engine.args", "quantization: engine.quantization says it: drop one"))
+        backend = engine.args.get("moe_runner_backend", "auto")
+        if backend not in _FP8_EXPERTS:
+            text = f"{backend!r} lays FP8 weights out anew: {', '.join(_FP8_EXPERTS)} do not"
+            problems.append(("engine.args", f"moe_runner_backend: {text}"))
+    return problems
+
+
 def _of_servers(config: Config) -> Problems:
     engine, problems = config.engine, []
+    if engine.quantization != "none":
+        problems.append(("engine.quantization", "servers get weights as the policy has them: set it to 'none'"))
     if not engine.urls:
         problems.append(("engine.urls", "list the servers, such as ['http://node7:30000']"))
     if len(set(engine.urls)) < len(engine.urls):

@@ -175,6 +175,9 @@ class EngineConfig:
     """SGLang: share of the GPU's memory for weights and KV cache while it generates; both are released for training."""
     hang_timeout: PositiveFloat = 15.0
     """SGLang: an engine that gives no sign of life for so many seconds is lost. Must exceed its longest batch."""
+    quantization: Literal["none", "fp8"] = "none"
+    """SGLang: `fp8` gives it the matrices of attention, MLPs and experts in blockwise FP8: half the memory, faster, and
+    log-probs that differ more from the trainer's. Ada and Hopper GPUs (docs/engines.md#weights-in-fp8)."""
     max_restarts: Count = 3
     """SGLang: how often an engine that died or hung is started again in a run; then the run ends with its error."""
     args: dict[str, Any] = field(default_factory=dict)

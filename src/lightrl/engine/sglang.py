@@ -26,7 +26,7 @@ from lightrl.engine.base import Completion, EngineLostError, EngineStartError, G
 from lightrl.engine.sampling import check_request
 from lightrl.engine.sglang_process import HostProcess
 from lightrl.engine.sglang_requests import Model, Stops, completion_of, needs_watching, sampling_parameters
-from lightrl.engine.sglang_start import check_platform, start_host, stream_seed
+from lightrl.engine.sglang_start import check_platform, config_override, fp8_plan, start_host, stream_seed
 from lightrl.errors import UserError
 from lightrl.sync.buckets import BucketSender, plan_buckets
 from lightrl.sync.mailbox import MailboxError, MailboxTimeoutError
@@ -58,6 +58,7 @@ class SGLangEngine:
         member: int = 0,
     ) -> None:
         check_platform(os.environ, device)
+        self._fp8 = fp8_plan(model, config, device)
         self.policy_version = -1
         self._model, self._config, self._sync = model, config, sync
         self._device, self._group, self._member = device, group, member
@@ -109,6 +110,7 @@ class SGLangEngine:
             seed=stream_seed(self._seed, number, self._restarts),
             memory_fraction=memory_fraction,
             log_dir=self._log_dir,
+            override=config_override(self._model, self._fp8),
         )
 
     # ---- losses
@@ -257,7 +259,8 @@ class SGLangEngine:
     def _open(self) -> None:
         """Lend this rank's buffers to the engine's processes, and let them learn where each tensor goes."""
         if self._sender is None:
-            plan = plan_buckets(self._model.layout, self._sync.bucket_mib << 20)
+            layout = self._model.layout if self._fp8 is None else self._fp8.layout
+            plan = plan_buckets(layout, self._sync.bucket_mib << 20)
             self._sender = BucketSender(plan, self._device)
         payloads = self._gather(self._sender.introduction())
         lost: EngineLostError | None = None
@@ -280,6 +283,8 @@ class SGLangEngine:
             self._open()
         sender = self._sender
         assert sender is not None
+        if self._fp8 is not None:
+            groups = self._fp8.apply(groups, self._model.dtype)
         payloads = [EMPTY_PAYLOAD] * self._config.tensor_parallel
         flush = loader == "receive" and "kv_cache" not in self._released
         return self._round(

@@ -61,7 +61,8 @@ def _settings(info: dict[str, Any], model: Model, broadcast: bool) -> str | None
     if isinstance(dtype, str) and dtype not in ("auto", ours):
         return f"it computes in {dtype}, the policy in {ours}: start it with --dtype {ours}"
     if info.get("quantization"):
-        return f"it quantises its weights ({info['quantization']}), which cannot be synchronised: start it without"
+        text = f"it quantises its weights ({info['quantization']}), which cannot be synchronised: start it without"
+        return text + "; of a quantised checkpoint with --json-model-override-args '{\"quantization_config\": null}'"
     if info.get("incremental_streaming_output"):
         return "it sends answers in pieces: start it without --incremental-streaming-output"
     if broadcast and int(info.get("dp_size") or 1) > 1 and not info.get("enable_dp_attention"):

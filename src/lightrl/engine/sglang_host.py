@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -99,10 +100,17 @@ def _start(message: dict[str, Any]) -> Any:
     import sglang
     from sglang.srt.server_args import ServerArgs
 
-    known = versions.argument_names(ServerArgs)
+    return sglang.Engine(**engine_arguments(message, versions.argument_names(ServerArgs)))
+
+
+def engine_arguments(message: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """All of `sglang.Engine`, which takes those `known`, for the trainer's first message."""
     check_names(message["args"], known)
     arguments = _defaults(message["settings"], known) | message["args"]
-    return sglang.Engine(**arguments)
+    if ours := message["settings"].get("override"):
+        key = "json_model_override_args"
+        arguments[key] = json.dumps(json.loads(message["args"].get(key) or "{}") | ours)
+    return arguments
 
 
 def _defaults(settings: dict[str, Any], known: set[str]) -> dict[str, Any]:
@@ -208,8 +216,6 @@ class _Service:
         return self._pending.total() > 0 and not self._pending["update"]
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        import json
-
         try:
             while True:
                 length = int.from_bytes(await reader.readexactly(8), "big")

@@ -42,6 +42,7 @@ def rehearse(model: nn.Module, plan: Plan, derived: Derived, beat: Callable[[], 
     Raises ValueError for tensors the model skips, parameters that get no or not all of their values, and models that
     do more than copy (quantised ones).
     """
+    _check_form(model)
     slots = [slot for bucket in plan.buckets for slot in bucket]
     tensors = {s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device="meta") for s in slots}
     before = {name: _place(parameter) for name, parameter in model.named_parameters()}
@@ -55,7 +56,8 @@ def rehearse(model: nn.Module, plan: Plan, derived: Derived, beat: Callable[[], 
     derived.check(notes.computed)
     notes.check_scalars()
     _check_skipped(model, [name for name in tensors if name not in notes.taken])
-    settled = settle(notes.writes, beat)
+    constants = _kv_scales(model)
+    settled = settle([*notes.writes, *(Write(fill) for fill in constants)], beat)
     _check_coverage(model, settled)
     copies: dict[str, list[Copy]] = {}
     for write in settled.writes:
@@ -282,6 +284,28 @@ def _cut(pieces: Sequence[_Piece], first: int, count: int, to: int) -> list[_Pie
             value = piece.value[skipped:][: end - start] if isinstance(piece.value, Tensor) else piece.value
             cut.append(_Piece(start - first + to, end - start, piece.name, piece.offset + skipped, value))
     return cut
+
+
+def _check_form(model: nn.Module) -> None:
+    """FP8 weights as they were loaded: what SGLang does to them for some kernels, it does not repeat in a sync."""
+    for name, module in model.named_modules():
+        changed = any(getattr(p, "format_ue8m0", False) for p in module.parameters(recurse=False))
+        if changed or getattr(getattr(module, "quant_method", None), "use_marlin", False):
+            raise ValueError(
+                f"SGLang has laid the FP8 weights of {name} out anew for its kernels: set engine.quantization = "
+                "'none', or engine.args = {fp8_gemm_runner_backend = 'triton', moe_runner_backend = 'triton'}"
+            )
+
+
+def _kv_scales(model: nn.Module) -> list[Fill]:
+    """Scales of an FP8 KV cache are no policy's: SGLang's own, as it set them when it started."""
+    found = []
+    for module in model.modules():
+        for name in ("k_scale", "v_scale"):
+            parameter = module._parameters.get(name)
+            if parameter is not None and getattr(parameter, "_skip_weight_check", False):
+                found.append(Fill(parameter.detach(), float(getattr(module, f"{name}_float", None) or 1.0)))
+    return found
 
 
 def _check_skipped(model: nn.Module, skipped: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import socket
 from pathlib import Path
@@ -17,9 +18,13 @@ from lightrl.engine.sglang_memory import memory_hint
 from lightrl.engine.sglang_process import HostProcess
 from lightrl.engine.sglang_requests import Model
 from lightrl.errors import UserError
+from lightrl.models.fp8 import Fp8Plan
 
 _CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 _PORT_TAKEN = ("address already in use", "eaddrinuse")
+_UNLOADED_SCALES = ("llama", "mistral", "gpt_oss")
+"""Model types whose loaders in SGLang pass over the scales of FP8 blocks."""
+_MOVED = "SGLang lays FP8 weights out anew"
 
 
 def start_host(
@@ -31,8 +36,10 @@ def start_host(
     seed: int,
     memory_fraction: float,
     log_dir: Path,
+    override: dict[str, Any] | None = None,
 ) -> HostProcess:
-    """The process of an engine that is ready to serve. `number` is its own in the whole job.
+    """The process of an engine that is ready to serve. `number` is its own in the whole job; `override` replaces keys
+    of the model's config.json.
 
     Its port is free when it is chosen, but not kept: where another process takes it, SGLang starts once more.
     """
@@ -51,6 +58,7 @@ def start_host(
         "memory_fraction": memory_fraction,
         "max_batch": config.max_batch,
         "max_prefill_tokens": config.max_prefill_tokens,
+        "override": override or {},
     }
     logs: list[str] = []
 
@@ -77,6 +85,42 @@ def start_host(
             host.stop()
             raise
     raise AssertionError("unreachable")
+
+
+def fp8_plan(model: Model, config: EngineConfig, device: torch.device) -> Fp8Plan | None:
+    """What goes in FP8, None if nothing does. UserError where SGLang could not hold it as it is sent."""
+    if config.quantization == "none":
+        return None
+    key = "engine.quantization"
+    if model.dtype != torch.bfloat16:
+        raise UserError(f"{key}: SGLang's FP8 computes with bfloat16: set model.compute_dtype = 'bfloat16'")
+    if device.type == "cpu":
+        raise UserError(f"{key}: {_MOVED} on a CPU, for instructions that few have: set it to 'none'")
+    if (capability := torch.cuda.get_device_capability(device)) not in ((8, 9), (9, 0)):
+        name = torch.cuda.get_device_name(device)
+        raise UserError(
+            f"{key}: {_MOVED} on a GPU of compute capability {capability[0]}.{capability[1]} ({name}), where a sync "
+            "would be wrong: Ada and Hopper (8.9 and 9.0) work; set it to 'none'"
+        )
+    if (kind := _config_of(model).get("model_type")) in _UNLOADED_SCALES:
+        raise UserError(f"{key}: SGLang loads no FP8 scales for models of type {kind}: set it to 'none'")
+    try:
+        return Fp8Plan.of(model.layout, config.tensor_parallel)
+    except ValueError as error:
+        raise UserError(f"{key}: {error}: set it to 'none'") from None
+
+
+def config_override(model: Model, fp8: Fp8Plan | None) -> dict[str, Any]:
+    """What of the checkpoint's config.json is not so in the engine: the policy's weights, unlike those of a quantised
+    checkpoint, are sent in the compute dtype or as `fp8` says."""
+    if fp8 is not None:
+        return {"quantization_config": fp8.config()}
+    return {"quantization_config": None} if _config_of(model).get("quantization_config") else {}
+
+
+def _config_of(model: Model) -> dict[str, Any]:
+    file = model.path / "config.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def stream_seed(seed: int, number: int, restarts: int) -> int:

@@ -232,6 +232,7 @@ def _write_config(model: PreTrainedModel, folder: Path, source: Path, dtype: tor
         model.config.save_pretrained(folder)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config["architectures"] = [name]
+    config.pop("quantization_config", None)  # of a source that was dequantised
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = text
     if isinstance(config.get("text_config"), dict):

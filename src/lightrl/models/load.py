@@ -36,6 +36,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from lightrl.errors import UserError
 from lightrl.models.names import boxes, persistent_tensors
+from lightrl.models.quantized import Form, Opener, Reader, without_quantization
 from lightrl.wrappers import clean_name
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ def eos_token_ids(
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, **kwargs: Any) -> PreTrainedModel:
     """The model on the meta device, tied as its config says; `kwargs` go to `from_config` (`attn_implementation` …)."""
     config = copy.deepcopy(config)  # transformers writes `dtype` into it; the caller's keeps the checkpoint's
+    without_quantization(config)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
 
@@ -181,8 +183,7 @@ def _load_error(key: str, path: str, what: str, error: Exception) -> UserError:
 
 
 def _check_causal_lm(config: PretrainedConfig, path: str) -> None:
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"model.path: {path} is quantized; training needs its float checkpoint")
+    Form.of({"quantization_config": getattr(config, "quantization_config", None)}, path)
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return
     names = config.architectures or []
@@ -243,7 +244,8 @@ def _all_of(tensor: Tensor, group: Any) -> Tensor:
 def load_weights(model: PreTrainedModel, folder: Path, *, trust_remote_code: bool = False) -> None:
     """Fill a materialised model (after `to_empty`) from the safetensors files in `folder`.
 
-    Each rank reads its own slices and casts them to the parameter's dtype. Missing, unexpected or mis-shaped names are
+    Each rank reads its own slices, dequantises them where they are FP8 or MXFP4, and casts them to the parameter's
+    dtype. Missing, unexpected or mis-shaped names are
     a `UserError`. So it is where tensors in memory are put together from several stored ones (a layer's experts); only
     families whose stored tensors are no parts of those in memory are loaded whole by transformers first, on every rank.
     """
@@ -251,28 +253,38 @@ def load_weights(model: PreTrainedModel, folder: Path, *, trust_remote_code: boo
         model.tie_weights()  # `to_empty` gives an unsharded model a tensor for each name
     rebuild_buffers(model)
     targets = persistent_tensors(model)
-    files = checkpoint_files(folder)
+    stored, form = checkpoint_files(folder), Form.of_folder(folder)
+    files = stored if form is None else form.tensors(stored)
+
+    def open_file(name: str) -> Any:
+        handle = _open(folder / name)
+        return handle if form is None else Reader(form, handle, stored, lambda other: _open(folder / other))
+
     if (used := _conversions(model, files, targets)) is not None:
         # as `from_pretrained` does: what is written then has the checkpoint's names
         model._weight_conversions = used  # type: ignore[assignment]
-        if not _load_boxes(model, targets, files, folder):
+        if not _load_boxes(model, targets, files, folder, open_file):
+            if form is not None:
+                raise UserError(
+                    f"{folder}: {type(model).__name__} cannot be read from a quantized checkpoint: convert it"
+                )
             logger.warning(
                 "%s stores its weights in another way than the model has them in memory: "
                 "each rank loads the whole model into host memory first",
                 folder,
             )
             _load_converted(model, targets, folder, trust_remote_code)
-        _check_ties(model, targets, files, folder)
+        _check_ties(model, targets, files, folder, open_file)
         return
     sources = _match_names(model, targets, files, folder)
     by_file: dict[str, list[tuple[str, Tensor]]] = {}
     for target_name, disk_name in sources:
         by_file.setdefault(files[disk_name], []).append((disk_name, targets[target_name]))
     for file_name, wanted in by_file.items():
-        with _open(folder / file_name) as handle:
+        with open_file(file_name) as handle:
             for disk_name, tensor in wanted:
                 _fill(handle, disk_name, tensor, folder)
-    _check_ties(model, targets, files, folder)
+    _check_ties(model, targets, files, folder, open_file)
 
 
 @torch.no_grad()
@@ -381,7 +393,9 @@ def _few(names: Sequence[str], count: int = 3) -> str:
     return ", ".join(sorted(names)[:count]) + more
 
 
-def _check_ties(model: PreTrainedModel, targets: dict[str, Tensor], files: dict[str, str], folder: Path) -> None:
+def _check_ties(
+    model: PreTrainedModel, targets: dict[str, Tensor], files: dict[str, str], folder: Path, open_file: Opener
+) -> None:
     """A checkpoint with different values under two names that the config ties would lose one of them: refuse it."""
     first: dict[int, str] = {}
     for name, tensor in targets.items():
@@ -391,7 +405,7 @@ def _check_ties(model: PreTrainedModel, targets: dict[str, Tensor], files: dict[
         local, offsets = local_shard(tensor)
         if other == name or not local.numel():
             continue
-        with _open(folder / files[name]) as handle:
+        with open_file(files[name]) as handle:
             same = torch.equal(local.cpu(), read_slice(handle, name, offsets, local.shape).to(local.dtype))
         if not same:
             raise UserError(f"{folder}: config.json ties {name} to {other}, but they differ in the checkpoint")
@@ -413,7 +427,9 @@ def _conversions(model: PreTrainedModel, disk_names: Iterable[str], targets: dic
     return [m for m in mapping if m.was_used()] if changed else None
 
 
-def _load_boxes(model: PreTrainedModel, targets: dict[str, Tensor], files: dict[str, str], folder: Path) -> bool:
+def _load_boxes(
+    model: PreTrainedModel, targets: dict[str, Tensor], files: dict[str, str], folder: Path, open_file: Opener
+) -> bool:
     """Fill tensors from the stored ones that are parts of them; False, with nothing done, if not all are there."""
     parts = boxes(model)
     if parts is None or not parts.keys() <= files.keys():
@@ -424,7 +440,7 @@ def _load_boxes(model: PreTrainedModel, targets: dict[str, Tensor], files: dict[
     for name in parts:
         by_file.setdefault(files[name], []).append(name)
     for file_name, names in by_file.items():
-        with _open(folder / file_name) as handle:
+        with open_file(file_name) as handle:
             for name in names:
                 _check_shape(handle, name, parts[name].shape, folder)
                 local, offsets = local_shard(targets[parts[name].source])

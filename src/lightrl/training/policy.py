@@ -22,6 +22,7 @@ from lightrl.models import experts, gated_delta, load, recompute, registry
 from lightrl.models.attention import Segments
 from lightrl.models.context_parallel import SharedSegments
 from lightrl.models.names import StoredTensors, kept_names
+from lightrl.models.quantized import without_quantization
 from lightrl.types import Microbatch
 
 
@@ -89,7 +90,7 @@ class Policy:
     def load(cls, config: ModelConfig, world: World, *, frozen: bool = False) -> Policy:
         """Stream `config.path` into shards; `frozen` (a reference) keeps compute precision and no gradients."""
         source = load.resolve_checkpoint(config.path, config.revision)
-        hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        hf_config = without_quantization(AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code))
         policy = cls.without_weights(config, hf_config, world, source=source, frozen=frozen)
         load.load_weights(policy.model, source, trust_remote_code=config.trust_remote_code)
         return policy
