@@ -75,7 +75,7 @@ def test_ranks_equal_one(models: Path, run_distributed, ranks: int) -> None:
 
 def test_a_run_of_two_equals_one(tmp_path: Path, run_distributed) -> None:
     """With what sums over a sample that is spread: the KL in the reward; and whitening over all loss tokens."""
-    algorithm = {"kl_coef": 0.1, "kl_in": "reward", "whiten": True, "minibatches_per_step": 2}
+    algorithm = {"kl_coef": 0.1, "kl_in": "reward", "whiten": "batch", "minibatches_per_step": 2}
     sections = {**RUN, "algorithm": algorithm}
     for name in ("alone", "spread"):
         make_run_folder(tmp_path / name)
