@@ -165,6 +165,7 @@ def prepared(options: dict[str, Any], world: Any) -> Any:
     from lightrl.observe.metrics import Tally
     from lightrl.training.balance import CostModel
     from lightrl.training.batch import build_minibatches
+    from lightrl.training.objective import Objective
     from lightrl.training.optim import build_optimizer, build_schedule
     from lightrl.training.packing import TrainSample
     from lightrl.training.policy import Policy
@@ -199,7 +200,9 @@ def prepared(options: dict[str, Any], world: Any) -> Any:
     )  # fmt: skip
     assert len(minibatch) == 1
     settings: Any = {"temperature": 1.0, "max_grad_norm": 1.0}
-    return lambda: update(policy, optimizer, schedule, minibatch, AlgorithmConfig(), tally=Tally(), **settings)
+    return lambda: update(
+        policy, optimizer, schedule, minibatch, Objective.of(AlgorithmConfig()), tally=Tally(), **settings
+    )
 
 
 if __name__ == "__main__":

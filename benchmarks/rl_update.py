@@ -177,6 +177,7 @@ def ours(settings: dict[str, Any], turns: Turns) -> None:
     from lightrl.observe.metrics import Tally
     from lightrl.training.balance import CostModel
     from lightrl.training.batch import build_minibatches
+    from lightrl.training.objective import Objective
     from lightrl.training.optim import build_optimizer, build_schedule
     from lightrl.training.packing import TrainSample
     from lightrl.training.policy import Policy
@@ -221,8 +222,9 @@ def ours(settings: dict[str, Any], turns: Turns) -> None:
             constant_length=1,
             cost=CostModel.from_config(policy.hf_config),
         )
+        objective = Objective.of(AlgorithmConfig())
         result = update(
-            policy, optimizer, schedule, minibatch, AlgorithmConfig(), temperature=1.0, max_grad_norm=1.0, tally=Tally()
+            policy, optimizer, schedule, minibatch, objective, temperature=1.0, max_grad_norm=1.0, tally=Tally()
         )
         turns.answer(**seconds_and_peak(device, start), grad_norm=result.grad_norm)
     close_world()

@@ -236,6 +236,7 @@ class Ours(Trained):
         """A step on rows of tokens, each a prompt of one token and its answer."""
         from lightrl.config.schema import AlgorithmConfig
         from lightrl.observe.metrics import Tally
+        from lightrl.training.objective import Objective
         from lightrl.training.packing import TrainSample, pack
         from lightrl.training.update import update
 
@@ -251,7 +252,13 @@ class Ours(Trained):
         assert len(batch.input_ids) == len(batch.targets) == total
         settings: Any = {"temperature": 1.0, "max_grad_norm": 1.0}
         return lambda: update(
-            self.policy, self.optimizer, self.schedule, [batch], AlgorithmConfig(), tally=Tally(), **settings
+            self.policy,
+            self.optimizer,
+            self.schedule,
+            [batch],
+            Objective.of(AlgorithmConfig()),
+            tally=Tally(),
+            **settings,
         )
 
     def free(self) -> None:

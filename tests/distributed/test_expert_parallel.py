@@ -87,6 +87,7 @@ class Run:
         from lightrl.observe.metrics import Tally
         from lightrl.training.balance import CostModel
         from lightrl.training.batch import build_minibatches
+        from lightrl.training.objective import Objective
         from lightrl.training.update import update
 
         world, samples = self.world, make_samples(self.case.get("only"))
@@ -103,7 +104,7 @@ class Run:
         )
         tally = Tally()
         result = update(
-            self.policy, self.optimizer, self.schedule, minibatch, AlgorithmConfig(entropy_coef=0.01),
+            self.policy, self.optimizer, self.schedule, minibatch, Objective.of(AlgorithmConfig(entropy_coef=0.01)),
             temperature=0.9, max_grad_norm=0.02, tally=tally,
         )  # fmt: skip
         assert result.stepped
