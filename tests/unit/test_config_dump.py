@@ -29,6 +29,7 @@ from lightrl.config.schema import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
+    SFTConfig,
     SyncConfig,
 )
 
@@ -140,6 +141,7 @@ FULL = Config(
         rs_veto_threshold=1e-4,
         opsm_delta=0.5,
     ),
+    sft=SFTConfig(batch_size=3, epochs=1.5, train_on="last", max_tokens=7, end_of_turn="<|user|>"),
     optim=OptimConfig(
         lr=1e-08,
         betas=(0.1, 0.999),
