@@ -210,6 +210,7 @@ def test_dump_reloads() -> None:
     elsewhere = {  # have one value only, or go with others than these
         *("engine.kind", "engine.urls", "algorithm.normalize_std", "algorithm.dual_clip", "algorithm.tau_pos"),
         *("algorithm.tau_neg", "algorithm.kl_unbiased", "correction.use_rollout_logprobs"),
+        "correction.score_centering_top_k",
     }
     for name, cls in sections().items():
         for field in dataclasses.fields(cls):
@@ -231,7 +232,9 @@ def test_dump_reloads() -> None:
         AlgorithmConfig(loss="sapo", tau_pos=1.5, tau_neg=2.5),
         AlgorithmConfig(kl_coef=0.1, kl_unbiased=True),
     ):
-        bypass = Config(algorithm=algorithm, correction=CorrectionConfig(use_rollout_logprobs=True))
+        bypass = Config(
+            algorithm=algorithm, correction=CorrectionConfig(use_rollout_logprobs=True, score_centering_top_k=9)
+        )
         assert reload(bypass) == bypass
 
 

@@ -151,6 +151,7 @@ def of_corrections(config: Config) -> Problems:
         problems += _of_bounds("tis", c.tis_lower_bound, *c.tis_bounds)
     if c.use_rs:
         problems += _of_bounds("rs", c.rs_lower_bound, *c.rs_bounds)
+    problems += _of_score_centering(config)
     if c.use_rollout_logprobs and c.use_tis:
         if config.algorithm.loss in LOSSES and LOSSES[config.algorithm.loss].has_ratio:
             text = (
@@ -164,6 +165,37 @@ def of_corrections(config: Config) -> Problems:
                 "correction.use_rollout_logprobs saves: drop one of the two"
             )
             problems.append(("correction.tis_batch_normalize", text))
+    return problems
+
+
+def _of_score_centering(config: Config) -> Problems:
+    """It is the mean gradient of -w A log p, with weights of tokens, over all that the engine could have sampled."""
+    c, key = config.correction, "correction.score_centering_top_k"
+    if c.score_centering_top_k == 0:
+        return []
+    problems = []
+    updates = config.algorithm.minibatches_per_step
+    if updates > 1 and config.algorithm.loss != "reinforce":
+        text = (
+            f"the gradient of algorithm.loss = {config.algorithm.loss!r} is only that of 'reinforce' in the first of "
+            f"algorithm.minibatches_per_step = {updates} updates: choose 'reinforce', or set 1"
+        )
+        problems.append((key, text))
+    elif updates > 1 and c.use_tis and not c.use_rollout_logprobs:
+        text = (
+            "goes by present weights; with correction.use_tis and several updates set correction.use_rollout_logprobs"
+        )
+        problems.append((key, text))
+    if c.use_tis and c.tis_level != "token":
+        problems.append((key, f"weights are of whole samples with correction.tis_level = {c.tis_level!r}: set 'token'"))
+    if c.use_tis and c.tis_mode == "mask":
+        problems.append((key, "correction.tis_mode = 'mask' takes tokens out of it: choose 'icepop', which does not"))
+    for other in ("use_rs", "rs_veto_threshold", "opsm_delta"):
+        if getattr(c, other) not in (False, None):
+            problems.append((key, f"does not know what correction.{other} rejects: drop one of the two"))
+    if config.rollout.top_p < 1 or config.rollout.top_k > 0:
+        name = "top_p" if config.rollout.top_p < 1 else "top_k"
+        problems.append((key, f"wants the engine's whole distribution, which rollout.{name} cuts: remove it"))
     return problems
 
 

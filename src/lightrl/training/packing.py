@@ -28,6 +28,8 @@ class TrainSample:
     rollout_logprobs: list[float] | None
     advantage: float | list[float]
     """Advantage of every token of the response, or of each."""
+    rollout_top_ids: list[list[int]] | None = None
+    rollout_top_logprobs: list[list[float]] | None = None
 
     @property
     def has_advantage(self) -> bool:
@@ -45,6 +47,8 @@ class TrainSample:
             response=sample.response_tokens,
             loss_mask=sample.mask,
             rollout_logprobs=sample.rollout_logprobs,
+            rollout_top_ids=sample.rollout_top_ids,
+            rollout_top_logprobs=sample.rollout_top_logprobs,
             advantage=sample.advantage,
         )
 
@@ -211,6 +215,9 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
     targets: list[int] = []
     sample_ids: list[int] = []
     have_rollout = all(s.rollout_logprobs is not None for unit in units for s in unit)
+    have_top = bool(units) and all(s.rollout_top_ids is not None for unit in units for s in unit)
+    top_ids: list[list[int]] = []
+    top_logprobs: list[list[float]] = []
 
     def segment(tokens: list[int], first_position: int, keys_before: range) -> range:
         start = len(rows)
@@ -244,6 +251,9 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
             flat["advantage"].extend(each if isinstance(each, list) else [each] * len(sample.response))
             if have_rollout:
                 flat["rollout"].extend(sample.rollout_logprobs or ())
+            if have_top:
+                top_ids.extend(sample.rollout_top_ids or ())
+                top_logprobs.extend(sample.rollout_top_logprobs or ())
             keys.append((sample.group_index, sample.index))
     if not rows:
         segment([0], 0, range(0))  # an id that every model has; a tokenizer's pad id may lie beyond its vocabulary
@@ -265,5 +275,7 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
         loss_weights=torch.tensor(flat["weight"], dtype=torch.float32),
         advantages=torch.tensor(flat["advantage"], dtype=torch.float32),
         rollout_logprobs=torch.tensor(flat["rollout"], dtype=torch.float32) if have_rollout else None,
+        rollout_top_ids=torch.tensor(top_ids, dtype=torch.int64) if have_top else None,
+        rollout_top_logprobs=torch.tensor(top_logprobs, dtype=torch.float32) if have_top else None,
         sample_keys=keys,
     )

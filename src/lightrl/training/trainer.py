@@ -109,6 +109,7 @@ class Trainer:
             top_k=config.rollout.top_k,
             stop=tuple(config.rollout.stop),
             stop_token_ids=tuple(config.rollout.stop_token_ids),
+            top_logprobs=config.correction.score_centering_top_k,
         )
 
     def _load_model(self) -> None:

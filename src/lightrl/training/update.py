@@ -13,7 +13,7 @@ from lightrl.algorithms.losses import MAX_LOG_RATIO, LossTokens, PolicyLoss, kl_
 from lightrl.distributed.fsdp import set_gradient_sync
 from lightrl.errors import UserError
 from lightrl.observe.metrics import Tally
-from lightrl.training.objective import Correction, Objective, correct, samples_of
+from lightrl.training.objective import Correction, Objective, center, correct, samples_of
 from lightrl.training.optim import optimizer_step
 from lightrl.training.policy import Policy, to_device
 from lightrl.types import Microbatch
@@ -42,13 +42,20 @@ def update(
     lr = float(optimizer.param_groups[0]["lr"])
     for i, batch in enumerate(minibatch):
         set_gradient_sync(policy.module, i == len(minibatch) - 1)
-        logprobs, entropy = policy(batch, temperature)
-        microbatch_loss(logprobs, entropy, to_device(batch, policy.device), objective, tally).backward()
+        logprobs, entropy, *top = policy(batch, temperature)
+        microbatch_loss(logprobs, entropy, to_device(batch, policy.device), objective, tally, *top).backward()
     norm, stepped = optimizer_step(optimizer, schedule, policy.parameters(), max_grad_norm)
     return UpdateResult(grad_norm=norm, stepped=stepped, lr=lr)
 
 
-def microbatch_loss(logprobs: Tensor, entropy: Tensor, batch: Microbatch, objective: Objective, tally: Tally) -> Tensor:
+def microbatch_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    batch: Microbatch,
+    objective: Objective,
+    tally: Tally,
+    top_logprobs: Tensor | None = None,
+) -> Tensor:
     """This microbatch's share of the update's loss, scalar.
 
     Without `old_logprobs` the samples are from these very weights: the old policy is the present one, and the ratio is
@@ -74,6 +81,8 @@ def microbatch_loss(logprobs: Tensor, entropy: Tensor, batch: Microbatch, object
     correction = correct(objective.correction, batch, logprobs, samples)
     if correction.weights is not None:
         policy_loss.loss = policy_loss.loss * correction.weights
+    if objective.correction.score_centering_top_k:
+        policy_loss.loss = policy_loss.loss + center(objective.correction, batch, top_logprobs)
     token_loss = policy_loss.loss
     if config.entropy_coef:
         token_loss = token_loss - config.entropy_coef * entropy
