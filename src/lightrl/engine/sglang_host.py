@@ -244,7 +244,7 @@ class _Service:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         extra = {"return_sampling_mask": True} if message["truncated"] else {}
-        if message["top_logprobs"]:
+        if message.get("top_logprobs"):
             extra["top_logprobs_num"] = message["top_logprobs"]
         request = GenerateReqInput(
             input_ids=message["tokens"],
