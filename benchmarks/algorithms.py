@@ -29,6 +29,20 @@ RECIPES: dict[str, list[str]] = {
         *("--algorithm.advantage=rloo", "--algorithm.kl_coef=0.01"),
         *("--algorithm.kl_in=reward", "--algorithm.kl_estimator=k1"),
     ],
+    **{
+        f"grpo, {loss}, 4 updates a step": ["--algorithm.minibatches_per_step=4", f"--algorithm.loss={loss}", *flags]
+        for loss, flags in {
+            "ppo": ["--algorithm.clip_high=0.28"],
+            "gspo": ["--algorithm.aggregation=sequence_mean"],
+            "cispo": [],
+            "sapo": ["--algorithm.aggregation=sequence_mean"],
+            "reinforce": [],
+            "dppo_tv": ["--correction.use_rollout_logprobs=true"],
+            "dppo_kl": ["--correction.use_rollout_logprobs=true"],
+        }.items()
+    },
+    "grpo, truncated and vetoed": ["--correction.use_tis=true", "--correction.rs_veto_threshold=1e-4"],
+    "grpo, score centering": ["--correction.score_centering_top_k=20", "--correction.use_tis=true"],
     "grpo, overlong punishment": ["--algorithm.overlong_buffer=4", "--algorithm.overlong_penalty=0.5"],
 }
 """What each changes of the quickstart."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightrl.config.problems import ConfigError
     from lightrl.config.schema import Config
     from lightrl.errors import UserError
+    from lightrl.training.sft import SFTTrainer
     from lightrl.training.trainer import Trainer
     from lightrl.types import Microbatch, Prompt, Sample, SampleGroup, Status
 
@@ -26,6 +27,7 @@ _HOMES = {
     "ConfigError": "lightrl.config.problems",
     "Microbatch": "lightrl.types",
     "Prompt": "lightrl.types",
+    "SFTTrainer": "lightrl.training.sft",
     "Sample": "lightrl.types",
     "SampleGroup": "lightrl.types",
     "Status": "lightrl.types",
@@ -40,6 +42,7 @@ __all__ = [
     "ConfigError",
     "Microbatch",
     "Prompt",
+    "SFTTrainer",
     "Sample",
     "SampleGroup",
     "Status",

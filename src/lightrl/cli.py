@@ -17,14 +17,15 @@ from lightrl.threads import sleep_while_waiting
 
 if TYPE_CHECKING:
     from lightrl.config import Config
+    from lightrl.training.sft import SFTTrainer
     from lightrl.training.trainer import Trainer
 
 _CONFIG_ARGS = "[TOML ...] [--section.key value ...]"
 # Typer would hand `--optim.lr` to a list of paths: these commands take their words raw, and `_split` sorts them.
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _CONFIG_EPILOG = (
-    "Sections: run, model, data, reward, rollout, engine, sync, algorithm, optim, parallel, checkpoint, eval, log. "
-    "`lightrl config list` shows every key with its type, default and meaning. "
+    "`lightrl config list` shows every key with its type, default and meaning. Sections: run, model, data, reward, "
+    "rollout, engine, sync, algorithm, correction, sft, optim, parallel, checkpoint, eval, log. "
     "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )
 
@@ -77,6 +78,19 @@ def train(ctx: typer.Context) -> None:
     config = _load(paths, overrides)
     with _placed(paths, overrides):
         ending.recorded(lambda: _train(config))
+
+
+@app.command(context_settings=_RAW, options_metavar=_CONFIG_ARGS, epilog=_CONFIG_EPILOG)
+def sft(ctx: typer.Context) -> None:
+    """Fine-tune on conversations, or go on from the newest checkpoint in run.dir (docs/sft.md).
+
+    On several GPUs or processes: torchrun --nproc-per-node 8 -m lightrl sft run.toml
+    """
+    sleep_while_waiting()
+    paths, overrides = _split(ctx.args)
+    config = _load(paths, overrides, sft=True)
+    with _placed(paths, overrides):
+        ending.recorded(lambda: _sft(config))
 
 
 @app.command("eval", context_settings=_RAW, options_metavar=f"{_CONFIG_ARGS} [OPTIONS]", epilog=_CONFIG_EPILOG)
@@ -205,7 +219,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return paths, overrides
 
 
-def _load(paths: Sequence[str], overrides: Sequence[str], *, evaluate: bool = False) -> Config:
+def _load(paths: Sequence[str], overrides: Sequence[str], *, evaluate: bool = False, sft: bool = False) -> Config:
     """The config of a command that runs something, checked as far as can be without torch."""
     from lightrl import hooks
     from lightrl.config.load import load_for_run
@@ -216,7 +230,7 @@ def _load(paths: Sequence[str], overrides: Sequence[str], *, evaluate: bool = Fa
             return hooks.fault(name) if ":" in name else None
         return registry.fault(name)
 
-    config = load_for_run(paths, overrides, evaluate=evaluate, code_fault=code_fault)
+    config = load_for_run(paths, overrides, evaluate=evaluate, sft=sft, code_fault=code_fault)
     if config.engine.kind == "sglang":
         from lightrl.engine import sglang_arguments
 
@@ -263,6 +277,29 @@ def _train(config: Config) -> None:
     _check_gates(config, metrics)
 
 
+def _sft(config: Config) -> None:
+    trainer: SFTTrainer | None = None
+
+    def where() -> str:
+        return _where(config, trainer, None if trainer is None else trainer.total_steps)
+
+    with ending.told_when_stopped(where), ending.full_disk_told():
+        from lightrl.distributed.mesh import close_world
+        from lightrl.training.sft import SFTTrainer
+
+        if config.sft.epochs is None and _is_done(config):
+            return
+        trainer = SFTTrainer(config, claim=True)
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+        trainer.console.notice(
+            f"done; checkpoints are in {config.run.dir}/checkpoints. Next: lightrl export OUT --run {config.run.dir}"
+        )
+        close_world()  # after success only: with a rank lost, leaving the group could wait for it
+
+
 def _is_done(config: Config) -> bool:
     """Whether the run in the folder is at its last step, which is then said; the model need not be loaded for that."""
     from lightrl.config.rundir import newest_state
@@ -279,13 +316,13 @@ def _is_done(config: Config) -> bool:
     return True
 
 
-def _where(config: Config, trainer: Trainer | None) -> str:
+def _where(config: Config, trainer: Trainer | SFTTrainer | None, total: int | None = None) -> str:
     """What a run that is stopped says of where it stands; nothing where torchrun ends it before its first step."""
     from lightrl.config.rundir import newest_state
 
     if trainer is None:
         return "" if ending.under_torchrun() else "stopped before the first step"
-    stopped = f"stopped in step {min(trainer.steps_done + 1, config.run.steps)}; "
+    stopped = f"stopped in step {min(trainer.steps_done + 1, total or config.run.steps)}; "
     if (newest := newest_state(config.run.dir)) is None:
         return stopped + "there is no checkpoint yet: the same command starts anew"
     how = "the same command goes on from there" if config.run.resume else "go on from there with run.resume = true"

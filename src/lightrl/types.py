@@ -63,6 +63,11 @@ class Sample:
     """1 for tokens the model sampled, 0 for tool output and other given tokens; None means all ones."""
     rollout_logprobs: list[float] | None = None
     """Engine's log-prob of each response token, under the distribution it was really sampled from."""
+    rollout_top_ids: list[list[int]] | None = None
+    """The engine's likeliest tokens at each place of the response, as many everywhere; only where a loss asks for
+    them (`correction.score_centering_top_k`)."""
+    rollout_top_logprobs: list[list[float]] | None = None
+    """… and their log-probs."""
     policy_versions: list[int] = field(default_factory=list)
     """Policy versions that produced tokens of this response, oldest first."""
     status: Status = Status.COMPLETED
@@ -130,6 +135,8 @@ class Microbatch:
     loss_weights: Tensor  # [N] float32, share of token n in the loss of the whole update; sums to 1 over all ranks
     advantages: Tensor  # [N] float32
     rollout_logprobs: Tensor | None = None  # [N] float32
+    rollout_top_ids: Tensor | None = None  # [N, k] int64
+    rollout_top_logprobs: Tensor | None = None  # [N, k] float32
     old_logprobs: Tensor | None = None  # [N] float32
     ref_logprobs: Tensor | None = None  # [N] float32
     sample_keys: list[tuple[int, int]] = field(default_factory=list)

@@ -66,6 +66,12 @@ CASES = {
             "opsm_delta": 0.05,
         },
     },
+    "score_centering": {
+        "aggregation": "token_mean",
+        "max_tokens": 24,
+        "top": 5,
+        "correction": {"score_centering_top_k": 5, "use_tis": True, "tis_upper_bound": 1.1},
+    },
     "untied": {"aggregation": "token_mean", "model": "qwen3_untied"},
     # ranks whose tokens go to different experts, and (small microbatches) a rank that has a single row at times
     "qwen3_moe": {"aggregation": "token_mean", "model": "qwen3_moe", "max_tokens": 24},
@@ -150,6 +156,10 @@ def gradients(models: Path, case: dict, device: str = "cpu") -> tuple[dict[str, 
     )
     policy = Policy.load(model, world)
     samples = make_samples(case.get("only"), case.get("mask_all_but"), case.get("zero", ()))
+    for s in samples if case.get("top") else ():
+        g = torch.Generator().manual_seed(100 * s.group_index + s.index)
+        s.rollout_top_ids = torch.randint(3, 97, (len(s.response), case["top"]), generator=g).tolist()
+        s.rollout_top_logprobs = torch.rand(len(s.response), case["top"], generator=g).mul(0.05).log().tolist()
     (minibatch,) = build_minibatches(
         samples[world.rank :: world.size],
         world,
@@ -171,8 +181,8 @@ def gradients(models: Path, case: dict, device: str = "cpu") -> tuple[dict[str, 
         normalize_weights([minibatch], world, correction)
     for i, batch in enumerate(minibatch):
         set_gradient_sync(policy.module, i == len(minibatch) - 1)
-        logprobs, entropy = policy(batch, 0.9)
-        microbatch_loss(logprobs, entropy, to_device(batch, world.device), objective, tally).backward()
+        logprobs, entropy, *top = policy(batch, 0.9)
+        microbatch_loss(logprobs, entropy, to_device(batch, world.device), objective, tally, *top).backward()
     whole = {clean_name(n): p.grad.full_tensor().clone().cpu() for n, p in policy.module.named_parameters()}
     metrics = Tally.merged(world.gather(tally.to_dict())).result()
     return whole, metrics

@@ -126,6 +126,29 @@ def check_sampled_logprobs(
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=tolerance, rtol=0)
 
 
+def check_likeliest(
+    engine: Engine, model: torch.nn.Module, vocab_size: int, *, temperature: float = 0.7, tolerance: float = 1e-4
+) -> None:
+    """The likeliest tokens at each place, of the tempered distribution; none for an answer that asked for none."""
+    sampling = SamplingParams(max_new_tokens=9, temperature=temperature, ignore_eos=True, top_logprobs=5)
+    plain = SamplingParams(max_new_tokens=9, temperature=temperature, ignore_eos=True)
+    requests = [
+        GenerateRequest(id=f"l{i}", tokens=prompt(7 + i, vocab_size, 2), sampling=s, n=2, seeds=(1, 2))
+        for i, s in enumerate((sampling, plain, sampling))
+    ]
+    for request, completions in zip(requests, run(engine, requests), strict=True):
+        for completion in completions:
+            if request.sampling is plain:
+                assert completion.top_ids == completion.top_logprobs == []
+                continue
+            logprobs = (reference_logits(model, request, completion) / temperature).log_softmax(-1)
+            values = torch.tensor(completion.top_logprobs)
+            assert values.shape == (len(completion.tokens), 5)
+            torch.testing.assert_close(values, logprobs.topk(5).values, atol=tolerance, rtol=0)
+            chosen = logprobs.gather(1, torch.tensor(completion.top_ids))
+            torch.testing.assert_close(values, chosen, atol=tolerance, rtol=0)
+
+
 def check_length_and_eos(engine: Engine, vocab_size: int, eos: int, *, seeded: bool = True) -> None:
     """EOS is kept and completes, even as the last allowed token (M2); the length limit invents no EOS (M3).
 
@@ -285,6 +308,7 @@ def check_bad_requests(engine: Engine, vocab_size: int, context_length: int) -> 
         (request([3], SamplingParams(max_new_tokens=0)), "max_new_tokens"),
         (request([3], SamplingParams(max_new_tokens=1, top_p=0.0)), "top_p"),
         (request([3], SamplingParams(max_new_tokens=1, temperature=-1.0)), "temperature"),
+        (request([3], SamplingParams(max_new_tokens=1, top_p=0.9, top_logprobs=2)), "top_logprobs"),
     ]
     for bad, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -102,6 +102,7 @@ class FakeSGLang:
             temperature=sampling["temperature"],
             top_p=sampling.get("top_p", 1.0),
             top_k=max(sampling.get("top_k", -1), 0),
+            top_logprobs=body.get("top_logprobs_num", 0),
             stop_token_ids=tuple(sampling.get("stop_token_ids", ())),
         )
         seed = sampling.get("sampling_seed")
@@ -113,6 +114,7 @@ class FakeSGLang:
                 self._stale = False
         (completion,) = asyncio.run_coroutine_threadsafe(self.engine.generate(request), self.loop).result()
         tokens, logprobs, status = completion.tokens, completion.logprobs, completion.status
+        body = body | {"likeliest": list(zip(completion.top_logprobs, completion.top_ids, strict=True))}
         if body.get("stream"):
             step = sampling.get("stream_interval", 1)
             for end in range(step, len(tokens), step):
@@ -140,6 +142,9 @@ class FakeSGLang:
         meta = {"id": rid, "finish_reason": reason, "weight_version": self.version}
         if body.get("return_logprob"):
             meta["output_token_logprobs"] = [[x, t, None] for x, t in zip(plain, tokens, strict=True)]
+        if params.top_logprobs:
+            places = body["likeliest"][: len(tokens)]
+            meta["output_top_logprobs"] = [[[x, t, None] for x, t in zip(*p, strict=True)] for p in places]
         if body.get("return_sampling_mask") and params.top_k > 0:
             meta["output_token_sampling_logprobs"] = logprobs
         return {"text": "", "output_ids": tokens, "meta_info": meta}

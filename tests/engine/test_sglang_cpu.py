@@ -91,6 +91,10 @@ def test_sampled_logprobs_equal_stock(engine: SGLangEngine, model: torch.nn.Modu
     contract.check_sampled_logprobs(engine, model, VOCAB, temperature=0.7, joint=True, **truncation)
 
 
+def test_likeliest_tokens_equal_stock(engine: SGLangEngine, model: torch.nn.Module) -> None:
+    contract.check_likeliest(engine, model, VOCAB)
+
+
 def test_ends_of_answers(engine: SGLangEngine, model: torch.nn.Module) -> None:
     contract.check_length_and_eos(engine, VOCAB, EOS, seeded=False)
     contract.check_greedy_end(engine, model, VOCAB, EOS)

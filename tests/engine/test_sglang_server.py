@@ -130,6 +130,7 @@ def test_contract_of_all_engines(engine: SGLangServers, model: torch.nn.Module) 
     contract.check_greedy(engine, model, VOCAB)
     for truncation in ({}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.9}):
         contract.check_sampled_logprobs(engine, model, VOCAB, temperature=0.7, **truncation)
+    contract.check_likeliest(engine, model, VOCAB)
     contract.check_length_and_eos(engine, VOCAB, EOS)
     contract.check_stop_ids(engine, VOCAB)
     contract.check_bad_requests(engine, VOCAB, CONTEXT)

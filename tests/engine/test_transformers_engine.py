@@ -56,6 +56,10 @@ def test_sampled_logprobs_equal_stock(pair: Pair, truncation: dict[str, Any]) ->
     contract.check_sampled_logprobs(*pair, VOCAB, temperature=0.7, **truncation)
 
 
+def test_likeliest_tokens_equal_stock(pair: Pair) -> None:
+    contract.check_likeliest(*pair, VOCAB)
+
+
 def test_length_and_eos(pair: Pair) -> None:
     contract.check_length_and_eos(pair[0], VOCAB, EOS)
 

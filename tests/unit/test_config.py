@@ -41,6 +41,13 @@ BAD_TOML = {
             "answer on one rank: set it to 1"
         ],
     ),
+    "a sample's ratio on several ranks": (
+        '[algorithm]\nloss = "gspo"\n[parallel]\ncontext_parallel = 2',
+        [
+            "run.toml:4: parallel.context_parallel: algorithm.loss = 'gspo' wants all tokens of an answer on one rank: "
+            "set it to 1"
+        ],
+    ),
     "unknown key": ("[optim]\nlrr = 1", ["run.toml:2: optim.lrr: unknown key; did you mean optim.lr?"]),
     "unknown dotted key": ("optim.lrr = 1", ["run.toml:1: optim.lrr: unknown key; did you mean optim.lr?"]),
     "key outside of its section": ("lr = 1", ["run.toml:1: lr: unknown key; did you mean optim.lr?"]),

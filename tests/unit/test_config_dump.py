@@ -29,6 +29,7 @@ from lightrl.config.schema import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
+    SFTConfig,
     SyncConfig,
 )
 
@@ -143,6 +144,7 @@ FULL = Config(
         rs_veto_threshold=1e-4,
         opsm_delta=0.5,
     ),
+    sft=SFTConfig(batch_size=3, epochs=1.5, train_on="last", max_tokens=7, end_of_turn="<|user|>"),
     optim=OptimConfig(
         lr=1e-08,
         betas=(0.1, 0.999),
@@ -212,6 +214,7 @@ def test_dump_reloads() -> None:
     elsewhere = {  # have one value only, or go with others than these
         *("engine.kind", "engine.urls", "algorithm.normalize_std", "algorithm.dual_clip", "algorithm.tau_pos"),
         *("algorithm.tau_neg", "algorithm.kl_unbiased", "correction.use_rollout_logprobs", "parallel.context_parallel"),
+        "correction.score_centering_top_k",
     }
     for name, cls in sections().items():
         for field in dataclasses.fields(cls):
@@ -233,7 +236,9 @@ def test_dump_reloads() -> None:
         AlgorithmConfig(loss="sapo", tau_pos=1.5, tau_neg=2.5),
         AlgorithmConfig(kl_coef=0.1, kl_unbiased=True),
     ):
-        bypass = Config(algorithm=algorithm, correction=CorrectionConfig(use_rollout_logprobs=True))
+        bypass = Config(
+            algorithm=algorithm, correction=CorrectionConfig(use_rollout_logprobs=True, score_centering_top_k=9)
+        )
         assert reload(bypass) == bypass
 
 

@@ -76,8 +76,8 @@ def test_a_restored_source_continues_exactly(
     [
         (prompts(4), {"seed": 1}, r"run.seed = 1, but the checkpoint was made with 0"),
         (prompts(4), {"shuffle": False}, r"data.shuffle = False, but the checkpoint was made with True"),
-        (prompts(5), {}, r"data.path: the checkpoint was made with other prompts \(4, now 5;"),
-        (prompts(4, label="y"), {}, r"data.path: the checkpoint was made with other prompts \(4, now 4;"),
+        (prompts(5), {}, r"data.path: the checkpoint was made with other rows \(4, now 5;"),
+        (prompts(4, label="y"), {}, r"data.path: the checkpoint was made with other rows \(4, now 4;"),
     ],
 )
 def test_a_state_of_other_data_is_refused(other: PromptSet, options: dict[str, Any], message: str) -> None:

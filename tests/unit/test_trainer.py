@@ -479,7 +479,7 @@ def test_a_checkpoint_of_other_data_is_refused_before_the_model_loads(trainer_fo
     trainer_for(run={"steps": 1}).train()
     tiny_run.make_data(tmp_path / "data.jsonl", rows=9)
     monkeypatch.setattr("lightrl.training.policy.Policy.load", lambda *_, **__: pytest.fail("loaded"))
-    with pytest.raises(UserError, match=r"data\.path: the checkpoint was made with other prompts \(12, now 9;"):
+    with pytest.raises(UserError, match=r"data\.path: the checkpoint was made with other rows \(12, now 9;"):
         Trainer(tiny_run.make_run(tmp_path), claim=True)
 
 

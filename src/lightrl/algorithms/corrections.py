@@ -79,3 +79,38 @@ def not_too_old(
     False where A < 0 and the sample's mean log(engine / now) exceeds `delta`: bad answers that the policy has left.
     """
     return (advantages >= 0) | (samples.mean(rollout_logprobs - logprobs) <= delta)
+
+
+MIN_TAIL = 1e-6  # of the probability outside of the likeliest tokens: 1 - sum rounds to 0, or below
+
+
+def score_centering(
+    top_logprobs: Tensor,
+    engine_top_logprobs: Tensor,
+    *,
+    mode: str | None = None,
+    lower: float = 0.0,
+    upper: float = 0.0,
+) -> Tensor:
+    """The expected score under the engine, as a term whose gradient it has (arXiv:2609.20807 eq. 14): [N, k] -> [N].
+
+    With p the trainer's probabilities now and q the engine's, sum_v q_v w_v ∇log p_v drags the policy towards the
+    engine, whatever the rewards are. Times the advantage and added to -A w ∇log p, this takes it off. Its sum runs over
+    the engine's k likeliest tokens; of the others q is taken for rho p, with what is left of both. Weights w = p / q
+    are those of token-level importance sampling by `mode` and its bounds; None: 1.
+    """
+    p, q = top_logprobs.detach().exp(), engine_top_logprobs.exp()
+    tail = (1.0 - q.sum(-1)).clamp_min(MIN_TAIL) / (1.0 - p.sum(-1)).clamp_min(MIN_TAIL)
+    if mode is None:
+        mass, alpha = q, tail
+    elif mode == "truncate":  # q min(p / q, u), finite where q is 0
+        mass, alpha = torch.minimum(p, upper * q), (upper * tail).clamp_max(1.0)
+    elif mode == "clip":
+        mass = torch.minimum(torch.maximum(p, lower * q), upper * q)
+        alpha = torch.minimum((lower * tail).clamp_min(1.0), upper * tail)
+    elif mode == "icepop":
+        mass = p.masked_fill((p < lower * q) | (p > upper * q), 0.0)
+        alpha = ((lower * tail <= 1.0) & (upper * tail >= 1.0)).to(p.dtype)
+    else:
+        raise ValueError(f"unknown mode {mode!r}; known: truncate, clip, icepop")
+    return ((mass - alpha[:, None] * p) * top_logprobs).sum(-1)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightrl.config.kinds import STRICT, NonNegative, PositiveFloat
+from lightrl.config.kinds import STRICT, Count, NonNegative, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -44,6 +44,10 @@ class CorrectionConfig:
     """Leave a sample with a negative advantage out of the policy loss when the mean log of engine to present
     probabilities exceeds this (off-policy sequence masking)."""
 
+    score_centering_top_k: Count = 0
+    """Take the expected score under the engine off the policy's gradient, so that their mismatch does not add up
+    (score centering): over so many of the engine's likeliest tokens at each place; 0 is off."""
+
     @property
     def tis_bounds(self) -> tuple[float, float]:
         """Lower and upper bound of weights."""
@@ -61,7 +65,8 @@ class CorrectionConfig:
     @property
     def reads_rollout_logprobs(self) -> bool:
         """Whether the engine's log-probs enter the loss."""
-        return self.use_rollout_logprobs or self.use_tis or self.rejects or self.opsm_delta is not None
+        others = self.rejects or self.opsm_delta is not None or self.score_centering_top_k > 0
+        return self.use_rollout_logprobs or self.use_tis or others
 
     @property
     def rejects(self) -> bool:

@@ -20,6 +20,7 @@ from lightrl.config.lines import Path, dotted
 from lightrl.config.problems import ConfigError, Problems
 from lightrl.config.rundir import holds_run, newest_state, order_fault, run_dir_fault, used_dir_fault
 from lightrl.config.schema import Config
+from lightrl.config.sft import sft_problems
 from lightrl.config.sources import Sources, short
 
 __all__ = ["ConfigError", "dump_toml", "load_config", "load_for_run", "model_fault", "placed"]
@@ -49,17 +50,20 @@ def load_for_run(
     overrides: Sequence[str],
     *,
     evaluate: bool = False,
+    sft: bool = False,
     code_fault: Callable[[str, str], str | None] = lambda _key, _name: None,
 ) -> Config:
     """`load_config`, and what can be told before torch is imported: required keys are set, local files exist, and the
     run may have its folder. `code_fault(key, name)` says of each rule and function named why there is none, or None.
 
-    With `evaluate`, there also has to be a set to evaluate.
+    With `evaluate`, there also has to be a set to evaluate; with `sft`, the rules of `lightrl sft` hold.
     """
     config, sources = _load(paths, overrides, {})
     if config is not None and not sources.broken:
         for key, what in config.required():
             _add(sources, key, f"not set; {what}")
+        for key, what in sft_problems(config) if sft else ():
+            _add(sources, key, what)
         if evaluate and not config.eval.sets:
             _add(sources, "eval.sets", "nothing to evaluate; add an [[eval.sets]] table with a name and a path")
         _check_files(config, sources)
@@ -191,7 +195,7 @@ def _unknown_nested(section: str, path: Path) -> str:
 
 def _add(sources: Sources, key: str | Path, what: str) -> None:
     """A problem with `key`, at the place that set it, or that set a key named in `what`, or at no place."""
-    path: Path = tuple(key.split(".")) if isinstance(key, str) else key
+    path: Path = tuple(int(p) if p.isdigit() else p for p in key.split(".")) if isinstance(key, str) else key
     origin = sources.origin(path)
     if origin is not None:
         sources.problems.add(origin, path, what)

@@ -58,10 +58,6 @@ def of_advantages(config: Config) -> Problems:
         choices = ", ".join(map(repr, ESTIMATORS))
         text = f"no estimator {name!r}: " + (f"did you mean {near[0]!r}?" if near else f"choose one of {choices}")
         return [("algorithm.advantage", f"{text} (your own is 'package.module:function')")]
-    own_with_kl = ":" in name and algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
-    if config.parallel.context_parallel > 1 and (chosen.kind == "tokens" or own_with_kl):
-        text = f"algorithm.advantage = {name!r} wants all tokens of an answer on one rank: set it to 1"
-        problems.append(("parallel.context_parallel", text))
     for key, default in OPTIONS.items():
         if getattr(algorithm, key) != default and key not in chosen.keys:
             takers = " or ".join(repr(n) for n, other in ESTIMATORS.items() if key in other.keys)
@@ -160,6 +156,25 @@ def of_losses(config: Config) -> Problems:
     return problems
 
 
+def of_shared_rows(config: Config) -> Problems:
+    """With `parallel.context_parallel` an answer's tokens lie on several ranks: what adds them up before the loss
+    would see a part."""
+    if config.parallel.context_parallel == 1:
+        return []
+    algorithm, correction = config.algorithm, config.correction
+    own_with_kl = ":" in algorithm.advantage and algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
+    found = {
+        f"algorithm.advantage = {algorithm.advantage!r}": algorithm.estimator.kind == "tokens" or own_with_kl,
+        f"algorithm.loss = {algorithm.loss!r}": algorithm.loss == "gspo" or ":" in algorithm.loss,
+        f"correction.tis_level = {correction.tis_level!r}": correction.use_tis and correction.tis_level != "token",
+        f"correction.rs_level = {correction.rs_level!r}": correction.use_rs and correction.rs_level != "token",
+        "correction.rs_veto_threshold": correction.rs_veto_threshold is not None,
+        "correction.opsm_delta": correction.opsm_delta is not None,
+    }
+    text = "wants all tokens of an answer on one rank: set it to 1"
+    return [("parallel.context_parallel", f"{key} {text}") for key, holds in found.items() if holds]
+
+
 def of_corrections(config: Config) -> Problems:
     """Keys without effect, bounds that hold nothing, and a mismatch that would be corrected twice."""
     c = config.correction
@@ -177,6 +192,7 @@ def of_corrections(config: Config) -> Problems:
         problems += _of_bounds("tis", c.tis_lower_bound, *c.tis_bounds)
     if c.use_rs:
         problems += _of_bounds("rs", c.rs_lower_bound, *c.rs_bounds)
+    problems += _of_score_centering(config)
     if c.use_rollout_logprobs and c.use_tis:
         if config.algorithm.loss in LOSSES and LOSSES[config.algorithm.loss].has_ratio:
             text = (
@@ -190,6 +206,37 @@ def of_corrections(config: Config) -> Problems:
                 "correction.use_rollout_logprobs saves: drop one of the two"
             )
             problems.append(("correction.tis_batch_normalize", text))
+    return problems
+
+
+def _of_score_centering(config: Config) -> Problems:
+    """It is the mean gradient of -w A log p, with weights of tokens, over all that the engine could have sampled."""
+    c, key = config.correction, "correction.score_centering_top_k"
+    if c.score_centering_top_k == 0:
+        return []
+    problems = []
+    updates = config.algorithm.minibatches_per_step
+    if updates > 1 and config.algorithm.loss != "reinforce":
+        text = (
+            f"the gradient of algorithm.loss = {config.algorithm.loss!r} is only that of 'reinforce' in the first of "
+            f"algorithm.minibatches_per_step = {updates} updates: choose 'reinforce', or set 1"
+        )
+        problems.append((key, text))
+    elif updates > 1 and c.use_tis and not c.use_rollout_logprobs:
+        text = (
+            "goes by present weights; with correction.use_tis and several updates set correction.use_rollout_logprobs"
+        )
+        problems.append((key, text))
+    if c.use_tis and c.tis_level != "token":
+        problems.append((key, f"weights are of whole samples with correction.tis_level = {c.tis_level!r}: set 'token'"))
+    if c.use_tis and c.tis_mode == "mask":
+        problems.append((key, "correction.tis_mode = 'mask' takes tokens out of it: choose 'icepop', which does not"))
+    for other in ("use_rs", "rs_veto_threshold", "opsm_delta"):
+        if getattr(c, other) not in (False, None):
+            problems.append((key, f"does not know what correction.{other} rejects: drop one of the two"))
+    if config.rollout.top_p < 1 or config.rollout.top_k > 0:
+        name = "top_p" if config.rollout.top_p < 1 else "top_k"
+        problems.append((key, f"wants the engine's whole distribution, which rollout.{name} cuts: remove it"))
     return problems
 
 

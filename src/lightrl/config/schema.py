@@ -18,6 +18,7 @@ from lightrl.config import rules
 from lightrl.config.correction import CorrectionConfig as CorrectionConfig
 from lightrl.config.estimators import Estimator, estimator
 from lightrl.config.kinds import STRICT, Code, Count, Fraction, NonNegative, PositiveFloat, PositiveInt, Seconds
+from lightrl.config.sft import SFTConfig as SFTConfig
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -92,7 +93,8 @@ class DataConfig:
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt; default: what the model's context leaves beside the response."""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """What to do with longer prompts. `truncate` keeps the end of the prompt."""
+    """What to do with longer prompts. `truncate` keeps the end of a prompt, the beginning of a conversation
+    (`lightrl sft`)."""
     shuffle: bool = True
     """Shuffle each epoch, by `run.seed` and the epoch's number."""
 
@@ -451,6 +453,7 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -471,7 +474,7 @@ class Config:
         if self.optim.schedule == "wsd" and self.optim.decay_steps == 0:
             problems.append(("optim.decay_steps", "optim.schedule = 'wsd' needs decay_steps > 0"))
         updates = self.run.steps * self.algorithm.minibatches_per_step
-        if self.optim.warmup_steps + self.optim.decay_steps > updates:
+        if self.sft.epochs is None and self.optim.warmup_steps + self.optim.decay_steps > updates:
             problems.append(
                 (
                     "optim.warmup_steps",
@@ -487,6 +490,7 @@ class Config:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
         problems += rules.of_advantages(self) + rules.of_losses(self) + rules.of_corrections(self)
+        problems += rules.of_shared_rows(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems

@@ -24,7 +24,7 @@ _RESERVED = (
 _DEFAULTS = {field.name: field.default for field in fields(DataConfig)}
 
 
-class _RowError(Exception):
+class RowError(Exception):
     """What is wrong with a row, without its place."""
 
 
@@ -53,7 +53,7 @@ class RowReader:
         """The prompt of a row, without tokens; None (and a line in `bad`) when the row is wrong."""
         try:
             return self._read(source, row)
-        except _RowError as error:
+        except RowError as error:
             bad.add(f"{source}: {error}")
             return None
 
@@ -65,30 +65,30 @@ class RowReader:
 
     def _read(self, source: str, row: Mapping[str, Any]) -> Prompt:
         config = self.config
-        value = self._field(row, config.input_key, "input_key")
-        label = None if config.label_key is None else self._field(row, config.label_key, "label_key")
+        value = self.field(row, config.input_key, "input_key")
+        label = None if config.label_key is None else self.field(row, config.label_key, "label_key")
         if label is None and config.label_key is not None:
-            raise _RowError(f"field {config.label_key!r} (data.label_key) is null: give the row a label, or remove it")
-        metadata = self._parsed(row, "metadata_key", dict, "an object") or {}
-        tools = self._parsed(row, "tool_key", list, "a list") or None
+            raise RowError(f"field {config.label_key!r} (data.label_key) is null: give the row a label, or remove it")
+        metadata = self.parsed(row, "metadata_key", dict, "an object") or {}
+        tools = self.parsed(row, "tool_key", list, "a list") or None
         messages: list[dict[str, Any]] | None = None
         if isinstance(value, str):
             if config.apply_chat_template:
                 messages = [{"role": "user", "content": value}]
             text = value
         elif isinstance(value, list):
-            messages = self._messages(value)
+            messages = self.messages(value)
         else:
-            raise _RowError(
+            raise RowError(
                 f"field {config.input_key!r} (data.input_key) must be a string or a list of chat messages, "
-                f"found {_kind(value)}"
+                f"found {kind_of(value)}"
             )
         if messages is not None:
-            text = self._render(messages := self._with_system_prompt(messages), tools)
+            text = self.render(messages := self.with_system_prompt(messages), tools)
         if not text:
-            raise _RowError(f"field {config.input_key!r} (data.input_key) is empty: remove the row")
-        if not _encodable(text):
-            raise _RowError(
+            raise RowError(f"field {config.input_key!r} (data.input_key) is empty: remove the row")
+        if not encodable(text):
+            raise RowError(
                 f"field {config.input_key!r} (data.input_key) holds half a character (a lone surrogate such as "
                 "\\ud800), which no tokenizer takes: correct or remove the row"
             )
@@ -96,15 +96,16 @@ class RowReader:
             index=0, tokens=[], text=text, messages=messages, label=label, metadata=metadata, tools=tools, source=source
         )
 
-    def _field(self, row: Mapping[str, Any], name: str, key: str) -> Any:
+    def field(self, row: Mapping[str, Any], name: str, key: str) -> Any:
+        """A field that the row must have; `key` is the `[data]` key that names it."""
         if name in row:
             return row[name]
         has = ", ".join(map(str, row)) or "none"
-        raise _RowError(
+        raise RowError(
             f"no field {name!r}{nearest(name, row)}: set data.{key} to the right one; the row has: {has[:300]}"
         )
 
-    def _parsed(self, row: Mapping[str, Any], key: str, kind: type, kind_name: str) -> Any:
+    def parsed(self, row: Mapping[str, Any], key: str, kind: type, kind_name: str) -> Any:
         """An optional dict or list; parquet files often hold it as a JSON string."""
         name = getattr(self.config, key)
         value = row.get(name)
@@ -114,50 +115,54 @@ class RowReader:
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError):
-                raise _RowError(f"field {name!r} (data.{key}) must be {kind_name}, found a string") from None
+                raise RowError(f"field {name!r} (data.{key}) must be {kind_name}, found a string") from None
         if value is None or value == "":
             return None
         if not isinstance(value, kind):
-            raise _RowError(f"field {name!r} (data.{key}) must be {kind_name}, found {_kind(value)}")
+            raise RowError(f"field {name!r} (data.{key}) must be {kind_name}, found {kind_of(value)}")
         return value
 
-    def _messages(self, value: list[Any]) -> list[dict[str, Any]]:
+    def messages(self, value: list[Any], *, answered: bool = False) -> list[dict[str, Any]]:
+        """The messages of a row, checked. `answered`: they may end with the assistant's, as those to train on do."""
         name = f"field {self.config.input_key!r} (data.input_key)"
         if not self.config.apply_chat_template:
-            raise _RowError(f"{name} holds chat messages: set data.apply_chat_template = true")
+            raise RowError(f"{name} holds chat messages: set data.apply_chat_template = true")
         if not value:
-            raise _RowError(f"{name} is an empty list of messages: remove the row")
+            raise RowError(f"{name} is an empty list of messages: remove the row")
         messages = []
         for number, message in enumerate(value, start=1):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise _RowError(f"{name}: message {number} must be an object with 'role' and 'content'")
+                raise RowError(f"{name}: message {number} must be an object with 'role' and 'content'")
             if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-                raise _RowError(f"{name}: message {number} has no text in 'content'")
+                raise RowError(f"{name}: message {number} has no text in 'content'")
             # columns of a table are the same for all messages: those a message does not have come as nulls
             messages.append({k: v for k, v in message.items() if v is not None or k == "content"})
+        if answered:
+            return messages
         if messages[-1]["role"] == "assistant" and not self.config.chat_template_kwargs.get("continue_final_message"):
-            raise _RowError(
+            raise RowError(
                 f"{name} ends with an assistant message, which would give the answer away: leave it out (or, to have "
                 "it continued, set data.chat_template_kwargs = {continue_final_message = true, add_generation_prompt = "
                 "false})"
             )
         return messages
 
-    def _with_system_prompt(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def with_system_prompt(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Only where the conversation has no system message of its own."""
         if self.config.system_prompt is None or messages[0]["role"] in ("system", "developer"):
             return messages
         return [{"role": "system", "content": self.config.system_prompt}, *messages]
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        """The prompt as the template writes it, the assistant's turn opened."""
         kwargs: dict[str, Any] = {"add_generation_prompt": True} | self.config.chat_template_kwargs
         try:
             return str(self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs))
         except Exception as error:  # templates are programs: they raise whatever they like
-            raise _RowError(f"the chat template failed: {one_line(error)}") from error
+            raise RowError(f"the chat template failed: {one_line(error)}") from error
 
 
-def _encodable(text: str) -> bool:
+def encodable(text: str) -> bool:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -165,6 +170,6 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

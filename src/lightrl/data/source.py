@@ -4,26 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from lightrl.data.errors import DataError
-from lightrl.data.prompts import PromptSet
-from lightrl.types import Prompt
 
 _MASK = (1 << 64) - 1
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class PromptSource:
-    """Deals prompts out, epoch after epoch. The same on every rank: each takes its own share of what `next` returns.
+class RowSet(Protocol[T_co]):
+    """What can be dealt out: a `PromptSet`, a `ConversationSet`."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> T_co: ...
+
+
+class PromptSource(Generic[T]):
+    """Deals prompts, or conversations, out, epoch after epoch. The same on every rank: each takes its own share of what
+    `next` returns.
 
     >>> source = PromptSource(prompts, seed=0, shuffle=True)          # doctest: +SKIP
     >>> step = source.next(32); state = source.state()                # doctest: +SKIP
     >>> PromptSource(prompts, seed=0, shuffle=True).restore(state)    # continues with the 33rd # doctest: +SKIP
     """
 
-    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, prompts: RowSet[T], *, seed: int, shuffle: bool) -> None:
         if not len(prompts):
             raise DataError("no prompts to draw from")
         self.prompts = prompts
@@ -40,9 +52,14 @@ class PromptSource:
         """Epochs dealt out so far, such as 1.25."""
         return self._epoch + self._position / len(self.prompts)
 
-    def next(self, n: int) -> list[Prompt]:
+    @property
+    def num_dealt(self) -> int:
+        """Prompts dealt out so far, over all epochs."""
+        return self._epoch * len(self.prompts) + self._position
+
+    def next(self, n: int) -> list[T]:
         """The next `n` prompts. They may end one epoch and begin the next, or span several."""
-        taken: list[Prompt] = []
+        taken: list[T] = []
         while len(taken) < n:
             part = self._order[self._position : self._position + n - len(taken)]
             taken += [self.prompts[int(i)] for i in part]
@@ -61,7 +78,7 @@ class PromptSource:
             self._order = self._permutation(self._epoch)
 
     @contextmanager
-    def dealt(self, n: int) -> Iterator[list[Prompt]]:
+    def dealt(self, n: int) -> Iterator[list[T]]:
         """The next `n` prompts, for a block. If it raises (Ctrl-C in a notebook …) they come again, not skipped."""
         self._place = self._epoch, self._position, self._order
         try:
@@ -101,8 +118,8 @@ class PromptSource:
                 )
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
-                f"data.path: the checkpoint was made with other prompts ({state['num_prompts']}, now "
-                f"{len(self.prompts)}; rows, labels, tokenizer, chat template and length limits count): restore them, "
+                f"data.path: the checkpoint was made with other rows ({state['num_prompts']}, now "
+                f"{len(self.prompts)}; their content, tokenizer, chat template and length limits count): restore them, "
                 "or start a new run.dir"
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])

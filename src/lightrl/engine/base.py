@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -28,6 +28,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response, besides the model's own EOS ids; kept in it."""
     ignore_eos: bool = False
+    top_logprobs: int = 0
+    """Say at each place which so many tokens were the likeliest, and their log-probs; only where nothing is cut off by
+    `top_p` or `top_k`, and nothing is greedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,10 @@ class Completion:
     status: Status
     policy_versions: list[int]
     error: str | None = None
+    top_ids: list[list[int]] = field(default_factory=list)
+    """With `SamplingParams.top_logprobs`: the likeliest tokens at each place."""
+    top_logprobs: list[list[float]] = field(default_factory=list)
+    """… and their log-probs, of the tempered distribution."""
 
 
 @runtime_checkable

@@ -59,6 +59,8 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
 
     @classmethod
     def start(cls, job: Job, number: int) -> Row:
@@ -85,7 +87,14 @@ class Row:
         return Status.TRUNCATED if len(self.tokens) >= self.job.max_tokens else None
 
     def completion(self, status: Status) -> Completion:
-        return Completion(tokens=self.tokens, logprobs=self.logprobs, status=status, policy_versions=self.versions)
+        return Completion(
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            status=status,
+            policy_versions=self.versions,
+            top_ids=self.top_ids,
+            top_logprobs=self.top_logprobs,
+        )
 
 
 def _ends_with_stop(tokens: list[int], stops: Sequence[str], decode: Decode) -> bool:

@@ -30,6 +30,9 @@ def check_sampling(params: SamplingParams) -> None:
         raise ValueError(f"top_p must be above 0 and at most 1, not {params.top_p}")
     if params.top_k < 0:
         raise ValueError(f"top_k must be 0 (off) or positive, not {params.top_k}")
+    cut = params.temperature == 0 or params.top_p < 1 or params.top_k > 0
+    if params.top_logprobs < 0 or (params.top_logprobs and cut):
+        raise ValueError("top_logprobs is a number, and goes with a temperature, top_p = 1 and top_k = 0 only")
     if any(not s for s in params.stop):
         raise ValueError("a stop string is empty")
 
@@ -74,6 +77,20 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
         rows = torch.tensor(chosen, device=device)
         ids[rows], logprobs[rows] = _sample_kind(kind, logits[rows], [params[r] for r in chosen], u[rows])
     return ids, logprobs
+
+
+def likeliest(logits: Tensor, params: Sequence[SamplingParams]) -> list[tuple[list[int], list[float]]]:
+    """The `top_logprobs` likeliest tokens of each row of logits [R, V], and their log-probs; none where none are asked.
+
+    Fewer where the vocabulary is smaller.
+    """
+    counts = [p.top_logprobs for p in params]
+    if not any(counts):
+        return [([], [])] * len(counts)
+    temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=logits.dtype, device=logits.device)
+    values, ids = (logits / temperature[:, None]).log_softmax(-1).topk(min(max(counts), logits.shape[-1]), dim=-1)
+    rows = zip(counts, ids.tolist(), values.tolist(), strict=True)
+    return [(top[:count], logprobs[:count]) for count, top, logprobs in rows]
 
 
 def _kind(params: SamplingParams) -> str:

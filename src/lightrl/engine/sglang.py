@@ -188,6 +188,7 @@ class SGLangEngine:
                 tokens=request.tokens,
                 sampling=sampling_parameters(self._model, request, number),
                 truncated=sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0),
+                top_logprobs=sampling.top_logprobs,
                 watch=stops is not None,
             )
             self._rids[request.id].add(rid)

@@ -15,10 +15,13 @@ def fields_of(answer: dict[str, Any], truncated: bool) -> dict[str, Any]:
         logprobs = meta.get("output_token_sampling_logprobs") or []
     else:
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or []]
+    top = meta.get("output_top_logprobs") or []
     return {
         "tokens": list(answer.get("output_ids") or []),
         "logprobs": logprobs,
         "reason": reason.get("type"),
         "matched": str(reason.get("matched")),
         "version": meta.get("weight_version"),
+        "top_ids": [[entry[1] for entry in place] for place in top],
+        "top_logprobs": [[entry[0] for entry in place] for place in top],
     }

@@ -250,6 +250,8 @@ class _Service:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         extra = {"return_sampling_mask": True} if message["truncated"] else {}
+        if message.get("top_logprobs"):
+            extra["top_logprobs_num"] = message["top_logprobs"]
         request = GenerateReqInput(
             input_ids=message["tokens"],
             sampling_params=message["sampling"],

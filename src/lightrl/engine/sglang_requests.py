@@ -80,8 +80,19 @@ def completion_of(
         status = Status.COMPLETED  # SGLang looks at the length first, and not at what the last token is
     if len(logprobs) != len(tokens):
         raise RuntimeError(f"request {request.id!r}: {len(logprobs)} log-probs for {len(tokens)} tokens")
+    count = len(tokens) if request.sampling.top_logprobs else 0
+    top_ids, top_logprobs = output["top_ids"][:count], output["top_logprobs"][:count]
+    if len(top_ids) != count:
+        raise RuntimeError(f"request {request.id!r}: {len(top_ids)} lists of likeliest tokens for {count} tokens")
     version = int(output["version"]) if str(output["version"]).isdigit() else policy_version
-    return Completion(tokens=tokens, logprobs=logprobs, status=status, policy_versions=[version] if tokens else [])
+    return Completion(
+        tokens=tokens,
+        logprobs=logprobs,
+        status=status,
+        policy_versions=[version] if tokens else [],
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
 
 
 class Stops:

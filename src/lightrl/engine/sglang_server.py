@@ -188,6 +188,8 @@ class SGLangServers:
             "return_logprob": True,
             "stream": stops is not None,
         }
+        if sampling.top_logprobs:
+            body["top_logprobs_num"] = sampling.top_logprobs
         if truncated:  # plain log-probs are of the whole distribution
             body["return_sampling_mask"] = True
         timeout = self._config.request_timeout

@@ -21,7 +21,7 @@ from lightrl.engine.base import Completion, GenerateRequest
 from lightrl.engine.batch import Decode, Job, Row, Slots
 from lightrl.engine.hosted_model import HostedModel
 from lightrl.engine.kv_cache import KVCache, Segment, plan_spans
-from lightrl.engine.sampling import check_request, sample
+from lightrl.engine.sampling import check_request, likeliest, sample
 from lightrl.types import Status
 
 _TAGS = ("weights", "kv_cache")
@@ -291,6 +291,11 @@ class TransformersEngine:
         """Draw the next token of each row from logits [R, V]; rows that end with it leave."""
         uniforms = [row.rng.random() for row in rows]
         ids, logprobs = sample(logits, [row.job.request.sampling for row in rows], uniforms)
+        for row, (top_ids, top_logprobs) in zip(
+            rows, likeliest(logits, [r.job.request.sampling for r in rows]), strict=True
+        ):
+            row.top_ids += [top_ids] if top_ids else []
+            row.top_logprobs += [top_logprobs] if top_ids else []
         # one transfer for both; float64 holds any id exactly
         drawn_ids, drawn_logprobs = torch.stack([ids.double(), logprobs.double()]).tolist()
         slot_of = {id(row): slot for slot, row in enumerate(self._slots.rows) if row is not None}

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 HEADER_EVERY = 20
 MAX_WIDTH = 140
-# Column: title, width, metric, kind of number.
-_COLUMNS: tuple[tuple[str, int, str, str], ...] = (
+Columns = tuple[tuple[str, int, str, str], ...]
+"""Of a step's line: title, width, metric, kind of number."""
+RL_COLUMNS: Columns = (
     ("reward", 7, "reward/mean", "fixed"),
     ("±std", 6, "reward/std", "fixed"),
     ("length", 6, "rollout/length_mean", "fixed1"),
@@ -38,7 +39,19 @@ _COLUMNS: tuple[tuple[str, int, str, str], ...] = (
     ("sync", 6, "time/sync", "seconds"),
     ("total", 6, "time/total", "seconds"),
 )
+SFT_COLUMNS: Columns = (
+    ("epoch", 6, "sft/epoch", "fixed"),
+    ("loss", 8, "loss/total", "fixed"),
+    ("entropy", 7, "loss/entropy", "fixed"),
+    ("grad", 6, "optim/grad_norm", "fixed"),
+    ("lr", 7, "optim/lr", "power"),
+    ("tokens", 7, "sft/tokens", "fixed0"),
+    ("trained", 7, "sft/trained_tokens", "fixed0"),
+    ("tok/s", 6, "perf/tokens_per_second", "fixed0"),
+    ("total", 6, "time/total", "seconds"),
+)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+_COUNTS = ("prompts", "conversations", "trained_tokens")
 _STATUS_STYLE = {"completed": "green", "truncated": "yellow", "aborted": "yellow", "failed": "red"}
 
 
@@ -75,12 +88,20 @@ class _RichBar:
 class Console:
     """What the first rank prints. With `enabled=False` (the other ranks) every method does nothing.
 
-    `file` replaces standard output. Text of models and users is never read as markup, and its control characters are
-    shown, not sent to the terminal.
+    `columns` are those of a step's line; `file` replaces standard output. Text of models and users is never read as
+    markup, and its control characters are shown, not sent to the terminal.
     """
 
-    def __init__(self, config: LogConfig, enabled: bool = True, file: IO[str] | None = None) -> None:
+    def __init__(
+        self,
+        config: LogConfig,
+        enabled: bool = True,
+        file: IO[str] | None = None,
+        *,
+        columns: Columns = RL_COLUMNS,
+    ) -> None:
         self._config = config
+        self._columns = columns
         self._enabled = enabled
         self._rich = RichConsole(file=file, quiet=not enabled, highlight=False, soft_wrap=True)
         self._bars = enabled and config.progress and self._rich.is_terminal
@@ -101,10 +122,10 @@ class Console:
             left = (total - step) * sum(self._step_seconds) / len(self._step_seconds)
         digits = len(str(total))
         if self._lines % HEADER_EVERY == 0:
-            self._print(Text(_header(digits), style="bold dim"))
+            self._print(Text(_header(digits, self._columns), style="bold dim"))
         self._lines += 1
         line = Text(f"{step:>{digits}}/{total}".rjust(_step_width(digits)))
-        for title, width, name, kind in _COLUMNS:
+        for title, width, name, kind in self._columns:
             cell = _number(metrics.get(name), kind, width)
             line.append(f" {cell:>{width}}", style=_cell_style(title, cell))
         line.append(f" {_duration(left):>6}", style="dim")
@@ -211,8 +232,8 @@ def _step_width(digits: int) -> int:
     return max(4, 2 * digits + 1)
 
 
-def _header(digits: int) -> str:
-    titles = "".join(f" {title:>{width}}" for title, width, _, _ in _COLUMNS)
+def _header(digits: int, columns: Columns) -> str:
+    titles = "".join(f" {title:>{width}}" for title, width, _, _ in columns)
     return f"{'step':>{_step_width(digits)}}{titles} {'left':>6}"
 
 
@@ -257,4 +278,4 @@ def _duration(seconds: float) -> str:
 
 
 def _eval_kind(metric: str) -> str:
-    return "share" if metric.endswith("_share") else "fixed0" if metric == "prompts" else "fixed"
+    return "share" if metric.endswith("_share") else "fixed0" if metric in _COUNTS else "fixed"

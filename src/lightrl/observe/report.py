@@ -21,6 +21,7 @@ NUM_COLORS = 8
 # Title, metrics it takes (the first panel that wants one gets it), note, whether 0 is on the axis.
 _PANELS: tuple[tuple[str, tuple[str, ...], str, bool], ...] = (
     ("Evaluation", ("eval/*/avg@*", "eval/*/pass@*"), "", False),
+    ("Loss of held-out sets", ("eval/*/loss",), "nats a token", False),
     ("Response length", ("rollout/length_mean", "rollout/length_max"), "tokens", True),
     ("Cut and failed samples", ("rollout/*_share",), "share of samples", True),
     ("Groups without spread", ("reward/zero_spread_share",), "share of groups", True),
@@ -39,18 +40,18 @@ _PANELS: tuple[tuple[str, tuple[str, ...], str, bool], ...] = (
 def write_report(run_dir: Path, out: Path | None = None) -> tuple[Path, Path]:
     """Write the page and the curve; returns their paths.
 
-    `out`: a folder, or the name of the page (the PNG gets the same name); default: `report.html` and `reward.png` in
-    the run's folder. A folder that holds no run is a UserError.
+    `out`: a folder, or the name of the page (the PNG gets the same name); default: `report.html` and `reward.png`
+    (`loss.png` of a run without rewards) in the run's folder. A folder that holds no run is a UserError.
     """
     run_dir = Path(run_dir)
     run = load_run(run_dir)
     folder = run_dir if out is None else Path(out)
-    page, curve = folder / "report.html", folder / "reward.png"
+    page, curve = folder / "report.html", folder / f"{_subject(run)}.png"
     if out is not None and Path(out).suffix.lower() in (".html", ".htm"):
         page, curve = Path(out), Path(out).with_suffix(".png")
     try:
         write_whole(page, render(run).encode("utf-8", errors="replace"))
-        write_whole(curve, reward_png(run))
+        write_whole(curve, curve_png(run))
     except OSError as error:
         raise UserError(f"{page}: cannot write the report ({error}): name another place with --out") from error
     return page, curve
@@ -78,25 +79,33 @@ def render(run: Run) -> str:
     )
 
 
-def reward_png(run: Run) -> bytes:
-    """The reward curve, with evaluation points, as a PNG of 1600 x 900 pixels."""
+def _subject(run: Run) -> str:
+    """What the run is about: `reward`, or `loss` where nothing was rewarded (`lightrl sft`)."""
+    return "reward" if run.finite("reward/mean") or not run.finite("loss/total") else "loss"
+
+
+def curve_png(run: Run) -> bytes:
+    """The curve of rewards, or of losses, with evaluation points, as a PNG of 1600 x 900 pixels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second of import
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: no global figures, no display
     axes = figure.add_subplot()
-    steps, rewards = run.points("reward/mean")
+    subject = _subject(run)
+    title, metric = ("mean reward", "reward/mean") if subject == "reward" else ("loss", "loss/total")
+    points = _eval_means(run) if subject == "reward" else [n for n in run.metrics if fnmatch(n, "eval/*/loss")]
+    steps, rewards = run.points(metric)
     window, blue = _window(len(rewards)), "#2563eb"
     raw = {"alpha": 0.35, "linewidth": 1.2} if window else {"linewidth": 1.8, "marker": "o"}
-    axes.plot(steps, rewards, color=blue, label="mean reward", **raw)
+    axes.plot(steps, rewards, color=blue, label=title, **raw)
     if window:
         means = [v for v in smoothed(rewards, window) if v is not None]
         axes.plot(steps, means, color=blue, linewidth=2.2, label=f"mean of {window} steps")
-    for color, name in enumerate(_eval_means(run), start=1):
+    for color, name in enumerate(points, start=1):
         label = name.removeprefix("eval/").replace("$", r"\$")
         axes.plot(*run.points(name), "o--", color=f"C{color}", markersize=6, linewidth=1, label=label)
-    axes.set(xlabel="step", ylabel="reward")
+    axes.set(xlabel="step", ylabel=subject)
     axes.set_title(run.name.replace("$", r"\$"), loc="left", fontweight="bold")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -157,6 +157,8 @@ def _sample(
         response_length=len(completion.tokens),
         response=decode(completion.tokens),
         rollout_logprobs=completion.logprobs,
+        rollout_top_ids=completion.top_ids or None,
+        rollout_top_logprobs=completion.top_logprobs or None,
         policy_versions=completion.policy_versions,
         status=completion.status,
     )

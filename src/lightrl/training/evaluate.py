@@ -41,7 +41,7 @@ def load_eval_sets(
     sets = []
     for spec in config.eval.sets:
         limit = spec.max_response_tokens or config.rollout.max_response_tokens
-        data = _data_config(config.data, spec)
+        data = set_data(config.data, spec)
         prompts = load_prompts(data, tokenizer, context_length=context_length, max_response_tokens=limit)
         reward = _reward_config(config.reward, spec)
         custom = custom_reward if spec.reward is None else None
@@ -60,7 +60,8 @@ def load_eval_sets(
     return sets
 
 
-def _data_config(data: DataConfig, spec: EvalSetConfig) -> DataConfig:
+def set_data(data: DataConfig, spec: EvalSetConfig) -> DataConfig:
+    """`[data]` for a set: what it does not say itself is as in training."""
     names = ("split", "input_key", "label_key", "apply_chat_template", "system_prompt")
     given = {n: getattr(spec, n) for n in names if getattr(spec, n) is not None}
     return replace(data, path=spec.path, shuffle=False, **given)

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from lightrl import hooks
-from lightrl.algorithms.corrections import Weights, accepted, importance_weights, not_too_old, not_vetoed
+from lightrl.algorithms.corrections import (
+    Weights,
+    accepted,
+    importance_weights,
+    not_too_old,
+    not_vetoed,
+    score_centering,
+)
 from lightrl.algorithms.losses import LossTokens, PolicyLoss
 from lightrl.algorithms.samples import Samples
 from lightrl.config.losses import LOSSES
@@ -113,6 +120,19 @@ def correct(config: CorrectionConfig, batch: Microbatch, logprobs: Tensor, sampl
         fresh = not_too_old(now, engine, batch.advantages, samples, config.opsm_delta).to(log_ratio.dtype)
         weights = fresh if weights is None else weights * fresh
     return Correction(weights=weights, keep=keep if config.rejects else None, bounded=bounded)
+
+
+def center(config: CorrectionConfig, batch: Microbatch, top_logprobs: Tensor | None) -> Tensor:
+    """Score centering's term of the policy loss, [N]. `top_logprobs` [N, k]: now, with gradient."""
+    if not batch.sample_keys:
+        return torch.zeros_like(batch.advantages)
+    if top_logprobs is None or batch.rollout_top_logprobs is None:
+        raise UserError("correction.score_centering_top_k: the engine did not say which tokens were the likeliest")
+    low, high = config.tis_bounds
+    mode = config.tis_mode if config.use_tis else None
+    engine = batch.rollout_top_logprobs.masked_fill(batch.loss_mask[:, None] == 0, 0.0)  # any number will do there
+    term = score_centering(top_logprobs, engine, mode=mode, lower=low, upper=high)
+    return batch.advantages * term / batch.weight_mean
 
 
 def _tis_weights(config: CorrectionConfig, log_ratio: Tensor, samples: Samples) -> Weights:

@@ -17,6 +17,7 @@ from lightrl.config.schema import ModelConfig
 from lightrl.distributed import fsdp
 from lightrl.distributed.mesh import World
 from lightrl.errors import UserError
+from lightrl.kernels.logits_at import logits_at
 from lightrl.kernels.logprob import linear_logprobs
 from lightrl.models import experts, gated_delta, load, recompute, registry
 from lightrl.models.attention import Segments
@@ -37,8 +38,9 @@ class PolicyModule(nn.Module):
 
     def forward(
         self, batch: Microbatch, segments: Segments | SharedSegments | None, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs [N] and entropies [N] of the microbatch's targets, float32."""
+    ) -> tuple[Tensor, ...]:
+        """Log-probs [N] and entropies [N] of the microbatch's targets, float32; and log-probs [N, k] of the engine's
+        likeliest tokens, where the microbatch has them."""
         if not self.packed:
             return self._padded(batch, temperature)
         hidden = self.model.base_model(
@@ -49,16 +51,16 @@ class PolicyModule(nn.Module):
             segments=segments,
         ).last_hidden_state[0]
         head = self.model.get_output_embeddings()
-        return linear_logprobs(
-            hidden[batch.logit_rows],
-            head.weight,
-            batch.targets,
-            bias=head.bias,
-            temperature=temperature,
-            kernels=self.kernels,
+        rows, ids = hidden[batch.logit_rows], batch.rollout_top_ids
+        found = linear_logprobs(
+            rows, head.weight, batch.targets, bias=head.bias, temperature=temperature, kernels=self.kernels
         )
+        if ids is None:
+            return found
+        logits = logits_at(rows, head.weight, torch.cat([batch.targets[:, None], ids], 1), head.bias) / temperature
+        return *found, logits[:, 1:] - logits[:, :1] + found[0][:, None]  # the target's log-prob knows the logsumexp
 
-    def _padded(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def _padded(self, batch: Microbatch, temperature: float) -> tuple[Tensor, ...]:
         """One right-padded row a segment through the stock model: exact for any causal LM."""
         if batch.kv_index is not None:
             raise ValueError("a model that runs stock knows no shared prompts: pack each sample alone")
@@ -70,7 +72,8 @@ class PolicyModule(nn.Module):
         logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
         logprobs = (logits[mask][batch.logit_rows].float() / temperature).log_softmax(-1)
         # a sum over one element, not a view: FSDP's hooks warn of views
-        return logprobs.gather(-1, batch.targets[:, None]).sum(-1), -(logprobs.exp() * logprobs).sum(-1)
+        found = logprobs.gather(-1, batch.targets[:, None]).sum(-1), -(logprobs.exp() * logprobs).sum(-1)
+        return found if batch.rollout_top_ids is None else (*found, logprobs.gather(-1, batch.rollout_top_ids))
 
 
 @dataclass(kw_only=True)
@@ -141,8 +144,9 @@ class Policy:
         """The Hugging Face causal LM."""
         return self.module.model
 
-    def __call__(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [N], with gradients where enabled. Every rank must call it as often."""
+    def __call__(self, batch: Microbatch, temperature: float) -> tuple[Tensor, ...]:
+        """Log-probs and entropies [N], with gradients where enabled, and where the microbatch has likeliest tokens of
+        the engine their log-probs [N, k]. Every rank must call it as often."""
         segments: Segments | SharedSegments | None = None
         if self.module.packed:
             segments = whole = Segments.from_microbatch(batch, self.device)
@@ -153,7 +157,7 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, batch: Microbatch, temperature: float) -> Tensor:
         """[N] float32 on the host."""
-        return self(batch, temperature)[0].cpu()
+        return self(replace(batch, rollout_top_ids=None), temperature)[0].cpu()
 
     def lend(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights in compute precision under their Hugging Face names, valid until `reclaim`. A collective."""

@@ -19,6 +19,7 @@ from lightrl.config.load import model_fault
 from lightrl.config.rundir import newest_state, run_dir_fault
 from lightrl.config.schema import Config, EngineConfig, ParallelConfig, RunConfig, SyncConfig
 from lightrl.data import PromptSource
+from lightrl.data.conversations import Conversation
 from lightrl.distributed.mesh import World, consecutive_group
 from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import Engine
@@ -106,7 +107,7 @@ def check_resume(run_dir: Path, source: PromptSource, world: World) -> None:
         raise UserError(problem)
 
 
-def check_vocabulary(prompts: Iterable[Prompt], tokenizer: Any, hf_config: Any) -> None:
+def check_vocabulary(prompts: Iterable[Prompt | Conversation], tokenizer: Any, hf_config: Any) -> None:
     """UserError for a tokenizer of another model: ids that this one has no embedding for."""
     size = int(hf_config.get_text_config().vocab_size)
     for prompt in prompts:
@@ -297,10 +298,9 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
     return found
 
 
-def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[str, object]:
-    """What a person wants to see when a run starts."""
+def model_facts(config: Config, world: World, policy: Policy) -> dict[str, object]:
+    """What is trained, and on what."""
     parameters = sum(p.numel() for p in policy.module.parameters())
-    rollout = config.rollout
     return {
         "model": f"{config.model.path} ({parameters / 1e6:,.0f}M parameters, {policy.hf_config.model_type})",
         "compute": f"{policy.device.type}, {str(policy.compute_dtype).removeprefix('torch.')}, "
@@ -308,8 +308,24 @@ def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[
         f"(shard {world.mesh.size(1)} x replicate {world.mesh.size(0)}"
         + (f", experts over {world.expert_mesh['ep'].size()}" if world.expert_mesh is not None else "")
         + (f", rows over {world.context_parallel})" if world.context_parallel > 1 else ")"),
+    }
+
+
+def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[str, object]:
+    """What a person wants to see when a run starts."""
+    rollout = config.rollout
+    return model_facts(config, world, policy) | {
         "data": f"{len(prompts)} prompts from {config.data.path}",
         "step": f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples, "
         f"{config.algorithm.minibatches_per_step} update{'s' * (config.algorithm.minibatches_per_step > 1)}",
         "folder": config.run.dir,
     }
+
+
+def peak_memory(world: World) -> dict[str, float]:
+    """`perf/peak_memory_gib` since the last call, on a GPU."""
+    if world.device.type != "cuda":
+        return {}
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return {"perf/peak_memory_gib": peak}

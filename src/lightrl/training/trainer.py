@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,27 +16,23 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightrl.config.rundir import holds_run, used_dir_fault
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
 from lightrl.distributed.mesh import deal, init_world, set_deterministic
 from lightrl.engine.base import EngineLostError, Restartable, SamplingParams
 from lightrl.errors import UserError, end
 from lightrl.models import load
-from lightrl.models.export import export_hf
 from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
-from lightrl.observe.environment import environment, write_environment
 from lightrl.observe.metrics import Tally, rollout_metrics, with_sample_size
 from lightrl.observe.timing import StageTimer
-from lightrl.observe.trackers import Trackers, make_trackers
 from lightrl.rewards import Scorer, check_labels
 from lightrl.rollout.collect import Sampler, apply_truncation
 from lightrl.rollout.filters import load_filter
 from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
 from lightrl.sync.weights import release_engine, sync_weights
-from lightrl.training import setup
+from lightrl.training import run_folder, setup
 from lightrl.training.advantage import Advantages, finish_advantages, overlong_metrics, set_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
@@ -47,7 +42,6 @@ from lightrl.training.objective import Objective, normalize_weights
 from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule
 from lightrl.training.packing import TrainSample
 from lightrl.training.policy import Policy
-from lightrl.training.run_config import write_config
 from lightrl.training.update import mismatch_metrics, update
 from lightrl.types import Microbatch, Prompt, SampleGroup
 
@@ -123,6 +117,7 @@ class Trainer:
             top_k=config.rollout.top_k,
             stop=tuple(config.rollout.stop),
             stop_token_ids=tuple(config.rollout.stop_token_ids),
+            top_logprobs=config.correction.score_centering_top_k,
         )
 
     def _load_model(self) -> None:
@@ -344,10 +339,7 @@ class Trainer:
         for name, stage in (("tokens", "total"), ("generated_tokens", "generate"), ("trained_tokens", "train")):
             if times.get(f"time/{stage}"):
                 metrics[f"perf/{name}_per_second"] = tokens / times[f"time/{stage}"]
-        if self.world.device.type == "cuda":
-            metrics["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            torch.cuda.reset_peak_memory_stats()
-        return metrics | times
+        return metrics | times | setup.peak_memory(self.world)
 
     # ---- the run ----
 
@@ -365,7 +357,7 @@ class Trainer:
         config, checkpointer = self.config, self._checkpointer
         self._resume(checkpointer)
         metrics: dict[str, float] = {}
-        with self._trackers() as trackers:
+        with run_folder.open_trackers(self.run_dir, config, self.steps_done, self.world) as trackers:
             if self.steps_done == 0 and config.eval.every and config.eval.at_start:
                 trackers.log(0, self.evaluate())
             while self.steps_done < config.run.steps:
@@ -412,15 +404,7 @@ class Trainer:
         A folder that is not empty is a UserError; `replace` swaps it for the new one, whatever it holds.
         """
         self._take_back()
-        dtype = load.stored_dtype(self.policy.hf_config) or torch.float32
-        export_hf(
-            self.policy.module,
-            Path(folder),
-            source=self.policy.source,
-            dtype=dtype,
-            is_main=self.world.is_main,
-            replace=replace,
-        )
+        run_folder.export_policy(self.policy, Path(folder), self.world, replace=replace)
 
     def load_checkpoint(self, folder: Path, *, weights_only: bool = False) -> None:
         """Take weights, optimizer, schedule, data position and random state from one checkpoint folder.
@@ -454,9 +438,8 @@ class Trainer:
         self._claimed = False
 
     def _resume(self, checkpointer: Checkpointer) -> None:
-        used = not (self.config.run.resume or self._began) and holds_run(self.run_dir)
-        if self.world.gather(used)[0]:
-            raise UserError(f"run.dir: {used_dir_fault(self.run_dir)}")
+        if not (self.config.run.resume or self._began):
+            run_folder.refuse_used(self.run_dir, self.world)
         self._began = True
         found = checkpointer.latest()
         if found is not None and self.steps_done == 0:
@@ -465,13 +448,9 @@ class Trainer:
         if self.steps_done >= self.config.run.steps:
             done = f"step {self.steps_done} is done and run.steps = {self.config.run.steps}"
             self.console.notice(f"nothing to train: {done}; raise it to go on")
-        if self.world.is_main:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            if changed := write_config(self.run_dir, self.config, self.steps_done):
-                self.console.notice(changed)
-            write_environment(self.run_dir)
-            if self.writer is not None:
-                self.writer.drop_after(self.steps_done)
+        run_folder.describe_run(self.run_dir, self.config, self.steps_done, self.world, self.console)
+        if self.world.is_main and self.writer is not None:
+            self.writer.drop_after(self.steps_done)
         self.world.barrier()
         for prompts in (self.prompts, *(s.prompts for s in self.eval_sets)):
             if prompts.notice:
@@ -487,12 +466,6 @@ class Trainer:
     def _checkpointer(self) -> Checkpointer:
         """One, as it has a process group of its own; it loads from any folder."""
         return Checkpointer(self.run_dir / "checkpoints", self.config.checkpoint, timeout=self.world.timeout)
-
-    def _trackers(self) -> Trackers:
-        if not self.world.is_main:
-            return Trackers([])
-        facts = asdict(self.config) | {"environment": environment()}
-        return make_trackers(self.config.log, self.run_dir, self.steps_done or None, facts)
 
     def _save(self, checkpointer: Checkpointer, metrics: dict[str, float]) -> None:
         checkpointer.save(

@@ -13,7 +13,7 @@ from lightrl.algorithms.losses import MAX_LOG_RATIO, LossTokens, PolicyLoss, kl_
 from lightrl.distributed.fsdp import set_gradient_sync
 from lightrl.errors import UserError
 from lightrl.observe.metrics import Tally
-from lightrl.training.objective import Correction, Objective, correct, samples_of
+from lightrl.training.objective import Correction, Objective, center, correct, samples_of
 from lightrl.training.optim import optimizer_step
 from lightrl.training.policy import Policy, to_device
 from lightrl.types import Microbatch
@@ -43,8 +43,8 @@ def update(
     records = []
     for i, batch in enumerate(minibatch):
         set_gradient_sync(policy.module, i == len(minibatch) - 1)
-        logprobs, entropy = policy(batch, temperature)
-        loss, record = _loss(logprobs, entropy, to_device(batch, policy.device), objective)
+        logprobs, entropy, *top = policy(batch, temperature)
+        loss, record = _loss(logprobs, entropy, to_device(batch, policy.device), objective, *top)
         loss.backward()
         records.append(record)
     norm, stepped = optimizer_step(optimizer, schedule, policy.parameters(), max_grad_norm)
@@ -53,14 +53,23 @@ def update(
     return UpdateResult(grad_norm=norm, stepped=stepped, lr=lr)
 
 
-def microbatch_loss(logprobs: Tensor, entropy: Tensor, batch: Microbatch, objective: Objective, tally: Tally) -> Tensor:
+def microbatch_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    batch: Microbatch,
+    objective: Objective,
+    tally: Tally,
+    top_logprobs: Tensor | None = None,
+) -> Tensor:
     """This microbatch's share of the update's loss, scalar; its metrics go into `tally`."""
-    loss, record = _loss(logprobs, entropy, batch, objective)
+    loss, record = _loss(logprobs, entropy, batch, objective, top_logprobs)
     record.write(tally)
     return loss
 
 
-def _loss(logprobs: Tensor, entropy: Tensor, batch: Microbatch, objective: Objective) -> tuple[Tensor, _Record]:
+def _loss(
+    logprobs: Tensor, entropy: Tensor, batch: Microbatch, objective: Objective, top_logprobs: Tensor | None = None
+) -> tuple[Tensor, _Record]:
     """This microbatch's share of the update's loss, scalar, and what its metrics are made of.
 
     Without `old_logprobs` the samples are from these very weights: the old policy is the present one, and the ratio is
@@ -86,6 +95,8 @@ def _loss(logprobs: Tensor, entropy: Tensor, batch: Microbatch, objective: Objec
     correction = correct(objective.correction, batch, logprobs, samples)
     if correction.weights is not None:
         policy_loss.loss = policy_loss.loss * correction.weights
+    if objective.correction.score_centering_top_k:
+        policy_loss.loss = policy_loss.loss + center(objective.correction, batch, top_logprobs)
     token_loss = policy_loss.loss
     if config.entropy_coef:
         token_loss = token_loss - config.entropy_coef * entropy

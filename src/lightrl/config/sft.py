@@ -1,0 +1,51 @@
+"""The section `[sft]`, and the rules of `lightrl sft`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic.dataclasses import dataclass
+
+from lightrl.config.kinds import STRICT, PositiveFloat, PositiveInt
+
+if TYPE_CHECKING:
+    from lightrl.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SFTConfig:
+    """Supervised fine-tuning on conversations, `lightrl sft` (docs/sft.md)."""
+
+    batch_size: PositiveInt = 32
+    """Conversations an update, over all ranks; a step is one update."""
+    epochs: PositiveFloat | None = None
+    """Passes over the data, in place of `run.steps`."""
+    train_on: Literal["assistant", "last"] = "assistant"
+    """Messages that are trained: all of the assistant, or its last one. A message's own `train` wins."""
+    max_tokens: PositiveInt | None = None
+    """Longest conversation; default: the model's context. `data.overlong` says what happens to longer ones."""
+    end_of_turn: str | None = None
+    """Token appended where the chat template ends a conversation without one that ends the turn, as GLM's do."""
+
+
+_SET_KEYS = ("reward", "max_response_tokens", "gate")  # what a set of conversations has no use for, and its default
+_SET_DEFAULTS = {"samples_per_prompt": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "pass_threshold": 0.5}
+
+
+def sft_problems(config: Config) -> list[tuple[str, str]]:
+    """(key, what is wrong and what to do) for `lightrl sft` alone: the other commands leave `[sft]` be."""
+    problems = []
+    if config.data.max_prompt_tokens is not None:
+        problems.append(("data.max_prompt_tokens", "lightrl sft limits whole conversations: set sft.max_tokens"))
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if name in config.data.chat_template_kwargs:
+            problems.append(("data.chat_template_kwargs", f"a conversation is rendered without {name}: remove it"))
+    for i, spec in enumerate(config.eval.sets):
+        for key, default in {**dict.fromkeys(_SET_KEYS), **_SET_DEFAULTS}.items():
+            if getattr(spec, key) != default:
+                text = f"lightrl sft measures the loss on a set and samples nothing: remove {key}"
+                problems.append((f"eval.sets.{i}.{key}", text))
+    if config.checkpoint.keep_best and config.checkpoint.best_metric.startswith("reward/"):
+        text = "lightrl sft has no rewards: name eval/SET/logprob, where higher is better"
+        problems.append(("checkpoint.best_metric", text))
+    return problems

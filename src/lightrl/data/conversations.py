@@ -1,0 +1,244 @@
+"""A set of conversations to learn from: rows read and checked, encoded with their loss masks, held to a length."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightrl.config.schema import DataConfig, SFTConfig
+from lightrl.data.errors import BadRows, DataError
+from lightrl.data.render import RowError, RowReader, encodable, kind_of
+from lightrl.data.rows import read_rows
+from lightrl.data.turns import ConversationEncoder, Message, TurnError
+
+# Names of the other usual shape, {"from": "human", "value": "…"}, that of ShareGPT and OpenHermes.
+_SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """One row, encoded."""
+
+    index: int
+    """Position in the set: stable over epochs and restarts."""
+    tokens: list[int]
+    loss_mask: list[int]
+    """1 for the tokens that are trained, aligned with `tokens`; never the first, which nothing predicts."""
+    source: str = ""
+    """`file:line` of the row, for messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationSet:
+    """Conversations in file order, `[i].index == i`, and what is worth saying about them."""
+
+    conversations: Sequence[Conversation]
+    limit: int
+    """Longest conversation, in tokens."""
+    notices: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.conversations)
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return iter(self.conversations)
+
+    def __getitem__(self, index: int) -> Conversation:
+        return self.conversations[index]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash over tokens and masks of all rows, in order: two sets with the same one are the same data."""
+        digest = hashlib.sha256()
+        for conversation in self.conversations:
+            digest.update(json.dumps([conversation.tokens, conversation.loss_mask]).encode() + b"\n")
+        return digest.hexdigest()
+
+
+def load_conversations(
+    data: DataConfig, sft: SFTConfig, tokenizer: Any, *, context_length: int, end_ids: Sequence[int]
+) -> ConversationSet:
+    """Read and encode `data.path`. Needs a tokenizer, no model; `end_ids` end a response.
+
+    Raises DataError with `file:line`, for the first bad row and the number of others.
+    """
+    reader = _Reader(data, sft, tokenizer, end_ids)
+    bad = BadRows()
+    found: list[Conversation] = []
+    paths = [data.path] if isinstance(data.path, str) else list(data.path)
+    if not any(paths):
+        raise DataError("data.path is not set: name a jsonl or parquet file, a folder or a hub dataset")
+    for path in paths:
+        for source, row in read_rows(path, data.split, bad):
+            try:
+                tokens, mask = reader.read(row)
+            except (RowError, TurnError) as error:
+                bad.add(f"{source}: {error}")
+            else:
+                found.append(Conversation(index=len(found), tokens=tokens, loss_mask=mask, source=source))
+    bad.raise_if_any()
+    reader.rows.check_optional_keys(", ".join(paths))
+    limit = min(context_length, sft.max_tokens or context_length)
+    reason = "the model's context" if limit == context_length else "sft.max_tokens"
+    kept, notice = _hold_to_limit(found, limit, reason, data.overlong)
+    notices = tuple(text for text in (notice, *reader.notices()) if text)
+    return ConversationSet(conversations=kept, limit=limit, notices=notices)
+
+
+class _Reader:
+    """Turns rows into ids and masks under one `[data]` and `[sft]` section."""
+
+    def __init__(self, data: DataConfig, sft: SFTConfig, tokenizer: Any, end_ids: Sequence[int]) -> None:
+        self.data, self.sft, self.tokenizer = data, sft, tokenizer
+        self.rows = RowReader(data, tokenizer)
+        self.encoder: ConversationEncoder | None = None
+        if data.apply_chat_template:
+            kwargs, appended = data.chat_template_kwargs, _token_id(tokenizer, sft.end_of_turn)
+            try:
+                self.encoder = ConversationEncoder(tokenizer, kwargs, end_ids=end_ids, end_of_turn=appended)
+            except TurnError as error:
+                raise DataError(f"model.tokenizer: {error}") from error
+        elif sft.end_of_turn is not None:
+            raise DataError("sft.end_of_turn: only used with data.apply_chat_template = true: remove it")
+
+    def read(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """Ids and mask of a row. Raises RowError or TurnError."""
+        data = self.data
+        value = self.rows.field(row, data.input_key, "input_key")
+        label = None if data.label_key is None else self.rows.field(row, data.label_key, "label_key")
+        if data.label_key is not None and not (isinstance(label, str) and label):
+            found = "an empty string" if label == "" else kind_of(label)
+            raise RowError(f"field {data.label_key!r} (data.label_key) must be the answer as text, found {found}")
+        tools = self.rows.parsed(row, "tool_key", list, "a list") or None
+        if not isinstance(value, str | list):
+            raise RowError(
+                f"field {data.input_key!r} (data.input_key) must be a list of chat messages, or a string whose answer "
+                f"is in data.label_key, found {kind_of(value)}"
+            )
+        if isinstance(value, str) and label is None:
+            raise RowError(f"field {data.input_key!r} (data.input_key) is a string: name its answer by data.label_key")
+        if self.encoder is None:
+            return self._plain(value, label)
+        given: list[Any] = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        messages = self.rows.messages([_usual(m) for m in given], answered=label is None)
+        if label is not None:
+            messages.append({"role": "assistant", "content": label})
+        if not encodable(json.dumps(messages, ensure_ascii=False, default=str)):
+            raise RowError("holds half a character (a lone surrogate such as \\ud800): correct or remove the row")
+        messages = self.rows.with_system_prompt(messages)
+        trained = _trained(messages, self.sft.train_on)
+        bare = [{k: v for k, v in m.items() if k not in ("train", "weight")} for m in messages]
+        return self.encoder(bare, trained, tools)
+
+    def _plain(self, text: Any, answer: Any) -> tuple[list[int], list[int]]:
+        """Without a template: the prompt as the tokenizer writes it, the answer, and its end-of-sequence token."""
+        if isinstance(text, list):
+            raise RowError("chat messages need the chat template: set data.apply_chat_template = true")
+        if not (encodable(text) and encodable(answer)):
+            raise RowError("holds half a character (a lone surrogate such as \\ud800): correct or remove the row")
+        prompt = list(self.tokenizer(text, verbose=False)["input_ids"])
+        response = list(self.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
+        if self.tokenizer.eos_token_id is not None:
+            response.append(self.tokenizer.eos_token_id)
+        if not prompt:
+            raise RowError(f"field {self.data.input_key!r} (data.input_key) has no tokens: remove the row")
+        return prompt + response, [0] * len(prompt) + [1] * len(response)
+
+    def notices(self) -> list[str]:
+        """What the template does that is worth knowing."""
+        found = []
+        if self.encoder is not None and self.encoder.unended:
+            found.append(
+                f"data: in {self.encoder.unended} conversations the chat template writes no token that ends the last "
+                "answer, so stopping there is not learned: name one by sft.end_of_turn"
+            )
+        if self.encoder is not None and self.encoder.unlike_prompts:
+            found.append(
+                f"data: before {self.encoder.unlike_prompts} turns the chat template writes something else in a "
+                "conversation than in a prompt (thoughts, system message): the model learns to answer the former"
+            )
+        return found
+
+
+def _token_id(tokenizer: Any, token: str | None) -> int | None:
+    if token is None:
+        return None
+    ids = list(tokenizer(token, add_special_tokens=False)["input_ids"])
+    if len(ids) != 1:
+        raise DataError(f"sft.end_of_turn: {token!r} is {len(ids)} tokens of this tokenizer: name one that is one")
+    return int(ids[0])
+
+
+def _usual(message: Any) -> Any:
+    """{"from", "value"} as {"role", "content"}; anything else as it is."""
+    if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= message.keys():
+        return message
+    speaker = message["from"]
+    if speaker not in _SPEAKERS:
+        raise RowError(f"a message is from {speaker!r}: known are {', '.join(_SPEAKERS)}")
+    others = {k: v for k, v in message.items() if k not in ("from", "value")}
+    return {"role": _SPEAKERS[speaker], "content": message["value"], **others}
+
+
+def _trained(messages: Sequence[Message], train_on: str) -> list[bool]:
+    """Which messages are trained: the assistant's, or its last, unless they say otherwise (`train`, or `weight`)."""
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    wanted = set(answers if train_on == "assistant" else answers[-1:])
+    for number, message in enumerate(messages):
+        for name in ("train", "weight"):
+            value = message.get(name)
+            if value is None:
+                continue
+            if value not in (0, 1) or not isinstance(value, bool if name == "train" else int | float):
+                kind = "true or false" if name == "train" else "0 or 1"
+                raise RowError(f"message {number + 1}: {name!r} must be {kind}, found {value!r}")
+            if value and number not in answers:
+                raise RowError(f"message {number + 1}: {name!r}: only messages of the assistant can be trained")
+            wanted = wanted | {number} if value else wanted - {number}
+    if not wanted:
+        raise RowError("no message to train on: remove the row")
+    return [i in wanted for i in range(len(messages))]
+
+
+def _hold_to_limit(
+    found: Sequence[Conversation], limit: int, reason: str, overlong: str
+) -> tuple[list[Conversation], str]:
+    """Those to train on, and a line on the others. What is cut has no end invented."""
+    long = [c for c in found if len(c.tokens) > limit]
+    if long and overlong == "error":
+        bad = BadRows()
+        for c in long:
+            bad.add(
+                f"{c.source}: the conversation has {len(c.tokens)} tokens, the limit is {limit} ({reason}): shorten "
+                "it, or set data.overlong = 'drop' or 'truncate'"
+            )
+        bad.raise_if_any()
+    kept: list[Conversation] = []
+    cut = 0
+    for c in found:
+        if len(c.tokens) > limit:
+            if overlong == "drop" or not any(c.loss_mask[:limit]):
+                continue
+            c = replace(c, tokens=c.tokens[:limit], loss_mask=c.loss_mask[:limit])
+            cut += 1
+        kept.append(replace(c, index=len(kept)))
+    if not kept:
+        raise DataError(
+            f"{found[0].source}: none of the {len(found)} conversations has a token to train on within {limit} tokens "
+            f"({reason}): raise the limit, or set data.overlong = 'truncate'"
+        )
+    parts = [f"dropped {len(found) - len(kept)}"] * (len(kept) < len(found)) + [f"truncated {cut}"] * (cut > 0)
+    told = f"data: {' and '.join(parts)} of {len(found)} conversations longer than {limit} tokens" if parts else ""
+    return kept, told
