@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -87,24 +87,15 @@ class Policy:
         model = load.empty_model(
             hf_config, dtype=dtype if frozen else torch.float32, trust_remote_code=config.trust_remote_code
         )
-        packed = registry.packs_exactly(hf_config) and registry.is_own_code(model)
-        if packed:
-            registry.prepare_packed(model)
-            gated_delta.prepare_training(model, world.device, dtype)
-        module = PolicyModule(model, packed=packed)
+        module = PolicyModule(model, packed=prepare_training(model, hf_config, world.device, dtype))
         if frozen:
             module.requires_grad_(False)
-        fsdp.shard(
-            module,
-            model,
-            world.mesh,
-            compute_dtype=dtype,
-            activation_checkpointing=config.activation_checkpointing and not frozen,
-            recompute_contexts=experts.recompute_contexts,
-        )
-        module.to_empty(device=world.device)
-        load.load_weights(model, source, trust_remote_code=config.trust_remote_code)
-        module.eval()  # no dropout: what is trained is what was sampled from
+            config = replace(config, activation_checkpointing=False)
+
+        def fill() -> None:
+            load.load_weights(model, source, trust_remote_code=config.trust_remote_code)
+
+        shard_and_fill(module, model, config, world, dtype, fill)
         return cls(module=module, hf_config=hf_config, source=source, compute_dtype=dtype, device=world.device)
 
     @property
@@ -147,6 +138,32 @@ class Policy:
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
+
+
+def prepare_training(model: Any, hf_config: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Make a model on the meta device take packed rows, where its family is known; whether it does."""
+    packed = registry.packs_exactly(hf_config) and registry.is_own_code(model)
+    if packed:
+        registry.prepare_packed(model)
+        gated_delta.prepare_training(model, device, dtype)
+    return packed
+
+
+def shard_and_fill(
+    module: nn.Module, model: Any, config: ModelConfig, world: World, dtype: torch.dtype, fill: Callable[[], None]
+) -> None:
+    """Shard `module`, the root around the Hugging Face `model`; give it memory; `fill` loads the weights."""
+    fsdp.shard(
+        module,
+        model,
+        world.mesh,
+        compute_dtype=dtype,
+        activation_checkpointing=config.activation_checkpointing,
+        recompute_contexts=experts.recompute_contexts,
+    )
+    module.to_empty(device=world.device)
+    fill()
+    module.eval()  # no dropout: what is trained is what was sampled from
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
