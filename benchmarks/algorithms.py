@@ -25,6 +25,7 @@ RECIPES: dict[str, list[str]] = {
     "rloo": ["--algorithm.advantage=rloo"],
     "reinforce_plus_plus": ["--algorithm.advantage=reinforce_plus_plus"],
     "reinforce_plus_plus_baseline": ["--algorithm.advantage=reinforce_plus_plus_baseline"],
+    "gae": ["--algorithm.advantage=gae", "--critic_optim.lr=4e-5"],
     "rloo, KL in the reward": [
         *("--algorithm.advantage=rloo", "--algorithm.kl_coef=0.01"),
         *("--algorithm.kl_in=reward", "--algorithm.kl_estimator=k1"),

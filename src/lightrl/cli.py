@@ -25,7 +25,7 @@ _CONFIG_ARGS = "[TOML ...] [--section.key value ...]"
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _CONFIG_EPILOG = (
     "`lightrl config list` shows every key with its type, default and meaning. Sections: run, model, data, reward, "
-    "rollout, engine, sync, algorithm, correction, sft, optim, parallel, checkpoint, eval, log. "
+    "rollout, engine, sync, algorithm, correction, sft, optim, critic, critic_optim, parallel, checkpoint, eval, log. "
     "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )
 
@@ -124,6 +124,7 @@ def export(
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"], typer.Option(help="Of the weights; auto: as in the starting model.")
     ] = "auto",
+    critic: Annotated[bool, typer.Option("--critic", help="Export the critic, not the policy.")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder."""
     source = run or checkpoint
@@ -132,7 +133,7 @@ def export(
     _must_be_folder(source, "export")
     from lightrl.training.export_cli import export_run
 
-    export_run(source, out, dtype)
+    export_run(source, out, dtype, critic=critic)
     print(f"wrote {out}")
 
 

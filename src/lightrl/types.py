@@ -139,6 +139,8 @@ class Microbatch:
     rollout_top_logprobs: Tensor | None = None  # [N, k] float32
     old_logprobs: Tensor | None = None  # [N] float32
     ref_logprobs: Tensor | None = None  # [N] float32
+    values: Tensor | None = None  # [N] float32, the critic's, before the step's updates
+    returns: Tensor | None = None  # [N] float32, what they should have been
     sample_keys: list[tuple[int, int]] = field(default_factory=list)
     """(group_index, index) of sample 0..M-1."""
     weight_mean: float = 1.0

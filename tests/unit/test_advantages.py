@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -208,6 +209,7 @@ def packed(groups: list[SampleGroup], seed: int):
         microbatch.old_logprobs = -2 * torch.rand(n, generator=g)
         microbatch.ref_logprobs = -2 * torch.rand(n, generator=g)
         microbatch.ref_logprobs[microbatch.loss_mask == 0] = float("nan")  # A6: holes give no KL
+        microbatch.values = torch.randn(n, generator=g)
         batch.append(microbatch)
     return [batch[:2], batch[2:]]
 
@@ -215,9 +217,11 @@ def packed(groups: list[SampleGroup], seed: int):
 def plain(groups: list[SampleGroup], batch, config: AlgorithmConfig) -> dict[tuple[int, int], list[float]]:
     """The same in loops over single answers, from formulas: advantages of the loss tokens of each."""
     tokens_kl: dict[tuple[int, int], list[float]] = {}
+    tokens_value: dict[tuple[int, int], list[float]] = {}
     for m in (m for minibatch in batch for m in minibatch):
         for number, key in enumerate(m.sample_keys):
             rows = [i for i in range(len(m.targets)) if m.sample_ids[i] == number and m.loss_mask[i] == 1]
+            tokens_value[key] = [float(m.values[i]) for i in rows]
             pairs = [(float(m.old_logprobs[i]), float(m.ref_logprobs[i])) for i in rows]
             kind = config.kl_estimator
             ds = [r - p for p, r in pairs]
@@ -227,12 +231,18 @@ def plain(groups: list[SampleGroup], batch, config: AlgorithmConfig) -> dict[tup
     for group in groups:
         samples = group.scored
         keys = [(s.group_index, s.index) for s in samples]
-        if config.advantage == "reinforce_plus_plus":
+        if config.advantage in ("reinforce_plus_plus", "gae"):
             for key, s in zip(keys, samples, strict=True):
                 rewards = [-in_reward * kl for kl in tokens_kl[key]]
                 if rewards:
                     rewards[-1] += s.reward
                 n = len(rewards)
+                if config.advantage == "gae":
+                    v = [*tokens_value[key], 0.0]
+                    deltas = [rewards[t] + config.gamma * v[t + 1] - v[t] for t in range(n)]
+                    rate = config.gamma * config.gae_lambda
+                    found[key] = [sum(rate ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
+                    continue
                 found[key] = [sum(config.gamma ** (k - t) * rewards[k] for k in range(t, n)) for t in range(n)]
             continue
         rewards = [s.reward - in_reward * sum(tokens_kl[k]) for k, s in zip(keys, samples, strict=True)]
@@ -268,6 +278,8 @@ CASES += [
     {"normalize_std": False},
     {"advantage": "reinforce_plus_plus", "gamma": 0.7, "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3"},
     {"advantage": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k2"},
+    {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "kl_coef": 0.1, "kl_in": "reward"},
+    {"advantage": "gae", "gae_lambda": 0.0, "whiten": "none"},
 ]
 
 
@@ -282,12 +294,17 @@ def test_the_way_to_each_token_equals_plain_loops(keys, seed):
     batch = packed(groups, seed)
     finish_advantages(groups, batch, advantages, ALONE)
     expected = plain(groups, batch, config)
+    before = plain(groups, batch, replace(config, whiten="none"))
     seen = 0
     for m in (m for minibatch in batch for m in minibatch):
         counted = m.loss_mask > 0
         for number, key in enumerate(m.sample_keys):
             found = m.advantages[(m.sample_ids == number) & counted]
             assert found.tolist() == pytest.approx(expected[key], rel=1e-6, abs=1e-6), key
+            if config.advantage == "gae":  # what the critic should have said: before whitening
+                rows = (m.sample_ids == number) & counted
+                wanted = [a + v for a, v in zip(before[key], m.values[rows].tolist(), strict=True)]
+                assert m.returns[rows].tolist() == pytest.approx(wanted, rel=1e-6, abs=1e-6)
             seen += len(found)
         logprobs = torch.zeros(len(m.targets), requires_grad=True)
         m.old_logprobs = m.ref_logprobs = None
@@ -442,7 +459,8 @@ def test_samples_are_skipped_only_where_their_advantage_is_final(keys, skips):
         ),
         ({"advantage": "x"}, "algorithm.advantage: no estimator 'x': choose one of 'grpo', 'rloo'"),
         ({"advantage": "rloo", "normalize_std": False}, "algorithm.normalize_std: only used by .*'grpo': drop it"),
-        ({"gamma": 0.9}, "algorithm.gamma: only used by algorithm.advantage = 'reinforce_plus_plus'"),
+        ({"gamma": 0.9}, "algorithm.gamma: only used by algorithm.advantage = 'reinforce_plus_plus' or 'gae'"),
+        ({"gae_lambda": 0.9}, "algorithm.gae_lambda: only used by algorithm.advantage = 'gae'"),
         ({"overlong_penalty": 0.5}, "algorithm.overlong_penalty: only used with algorithm.overlong_buffer"),
         ({"overlong_buffer": 2000}, "algorithm.overlong_buffer: 2000 exceeds rollout.max_response_tokens = 1024"),
         ({"whiten": True}, "algorithm.whiten: expected"),
@@ -462,6 +480,7 @@ LEARN = {
     "reinforce_plus_plus": {"advantage": "reinforce_plus_plus"},
     "reinforce_plus_plus_baseline": {"advantage": "reinforce_plus_plus_baseline"},
     "kl_in_reward": {"advantage": "rloo", "kl_coef": 0.01, "kl_in": "reward", "kl_estimator": "k1"},
+    "gae": {"advantage": "gae", "gae_lambda": 0.95},
     "own": {"advantage": "own_advantages:best"},
 }
 
@@ -478,6 +497,7 @@ def test_it_learns(name, own, tmp_path):
         rollout={"group_size": 8},
         optim={"lr": 1e-2},
         algorithm=LEARN[name],
+        critic_optim={"lr": 1e-2} if name == "gae" else {},
         log={"save_samples": False},
     )
     trainer = Trainer(config)

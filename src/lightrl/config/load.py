@@ -219,10 +219,10 @@ def _check_files(config: Config, sources: Sources) -> None:
         place = value if FilePath(value).expanduser().exists() else _SLICE.sub("", value)
         if _is_local(place) and not FilePath(place).expanduser().exists():
             _add(sources, key, f"no such file or folder: {place}")
-    for name in ("path", "tokenizer", "reference_path"):
-        value = getattr(config.model, name)
+    models = [(("model", name), getattr(config.model, name)) for name in ("path", "tokenizer", "reference_path")]
+    for key, value in [*models, (("critic", "path"), config.critic.path)]:
         if value and (fault := model_fault(value)) is not None:
-            _add(sources, ("model", name), fault)
+            _add(sources, key, fault)
 
 
 def model_fault(name: str) -> str | None:

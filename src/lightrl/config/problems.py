@@ -78,7 +78,7 @@ def unknown_section(name: str, origin: Origin) -> str:
 
 def unknown_key(section: str, name: str, origin: Origin) -> str:
     """A key that its section does not have."""
-    homes = _homes(name)
+    homes = _homes(name, section)
     if homes:
         return f"unknown key; did you mean {_either(homes, origin)}?"
     near = difflib.get_close_matches(name, hints(sections()[section]), n=1, cutoff=0.6)
@@ -88,10 +88,17 @@ def unknown_key(section: str, name: str, origin: Origin) -> str:
     return f"unknown key; [{section}] has " + ", ".join(hints(sections()[section]))
 
 
-def _homes(name: str) -> list[Path]:
-    """Sections that have a key of just this name, hyphens aside."""
+def _homes(name: str, section: str = "") -> list[Path]:
+    """Sections that have a key of just this name, hyphens aside: `section` alone, if it does.
+
+    A section made after another one (`critic_optim`) is not guessed at.
+    """
     name = name.replace("-", "_")
-    return [(section, name) for section, cls in sections().items() if name in hints(cls)]
+    classes = sections()
+    if section in classes and name in hints(classes[section]):
+        return [(section, name)]
+    first = {key: cls for key, cls in classes.items() if not any(base in classes.values() for base in cls.__mro__[1:])}
+    return [(key, name) for key, cls in first.items() if name in hints(cls)]
 
 
 def _near_homes(name: str) -> list[Path]:

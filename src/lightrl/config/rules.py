@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from typing import TYPE_CHECKING
@@ -69,6 +70,36 @@ def of_advantages(config: Config) -> Problems:
     if algorithm.overlong_buffer is not None and algorithm.overlong_buffer > config.rollout.max_response_tokens:
         limit = f"rollout.max_response_tokens = {config.rollout.max_response_tokens}"
         problems.append(("algorithm.overlong_buffer", f"{algorithm.overlong_buffer} exceeds {limit}: lower it"))
+    return problems
+
+
+def of_critics(config: Config) -> Problems:
+    """Keys of a critic that the estimator does not have."""
+    if config.algorithm.estimator.critic:
+        return []
+    takers = " or ".join(repr(n) for n, other in ESTIMATORS.items() if other.critic)
+    return [
+        (f"{name}.{field.name}", f"only used with algorithm.advantage = {takers}: set that, or drop this")
+        for name, section in (("critic", config.critic), ("critic_optim", config.critic_optim))
+        for field in dataclasses.fields(section)
+        if getattr(section, field.name) != getattr(type(section)(), field.name)
+    ]
+
+
+def of_schedules(config: Config) -> Problems:
+    problems = []
+    updates = config.run.steps * config.algorithm.minibatches_per_step
+    for name, optim in (("optim", config.optim), ("critic_optim", config.critic_optim)):
+        if optim.schedule == "wsd" and optim.decay_steps == 0:
+            problems.append((f"{name}.decay_steps", f"{name}.schedule = 'wsd' needs decay_steps > 0"))
+        if config.sft.epochs is None and optim.warmup_steps + optim.decay_steps > updates:
+            problems.append(
+                (
+                    f"{name}.warmup_steps",
+                    f"warmup_steps + decay_steps = {optim.warmup_steps + optim.decay_steps} exceed the run's {updates} "
+                    "updates (run.steps x algorithm.minibatches_per_step)",
+                )
+            )
     return problems
 
 

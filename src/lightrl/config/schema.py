@@ -220,15 +220,17 @@ class AlgorithmConfig:
     """Advantages and loss."""
 
     advantage: Code = "grpo"
-    """Advantage estimator: grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, or
+    """Advantage estimator: grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (with a critic), or
     `package.module:function`; formulas in docs/algorithms.md. Dr.GRPO is `grpo` with `normalize_std = false`."""
     normalize_std: bool = True
     """`grpo`: divide group-centred rewards by their standard deviation (GRPO); false only centres them (Dr.GRPO)."""
     gamma: Fraction = 1.0
-    """`reinforce_plus_plus`: what a reward is worth one token earlier."""
+    """`reinforce_plus_plus`, `gae`: what a reward is worth one token earlier."""
+    gae_lambda: Fraction = 1.0
+    """`gae`: 1 weighs the critic's values against whole answers, 0 against the next value alone."""
     whiten: Literal["none", "batch", "group"] | None = None
     """Shift and scale advantages to mean 0 and variance 1 over all loss tokens of the step, on all ranks together, or
-    over those of each group. Default: `batch` for the two of REINFORCE++, else `none`."""
+    over those of each group. Default: `batch` for `gae` and the two of REINFORCE++, else `none`."""
     overlong_buffer: PositiveInt | None = None
     """Answers that come within so many tokens of `rollout.max_response_tokens` lose part of their reward, evenly more
     up to `overlong_penalty` (DAPO); default: off."""
@@ -305,6 +307,27 @@ class OptimConfig:
     """Length of the decay of `wsd`, in updates."""
     min_lr_ratio: Fraction = 0.0
     """Where decays end, as a share of `lr`."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CriticConfig:
+    """The critic of `algorithm.advantage = "gae"`: a second model with a value head, sharded as the policy is."""
+
+    path: str | None = None
+    """Checkpoint it starts from: a causal LM, which gets a new value head, or a sequence classifier of one label (a
+    reward model, an exported critic). Default: `model.path`."""
+    value_clip: PositiveFloat | None = None
+    """Clip values to this distance from those before the step's updates in the loss (PPO); default: off."""
+    pretrain_steps: Count = 0
+    """First steps of the run in which the critic alone learns and the policy stays as it is."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CriticOptimConfig(OptimConfig):
+    """As `[optim]`, for the critic."""
+
+    lr: NonNegative = 1e-5
+    """Peak learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -455,6 +478,8 @@ class Config:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic_optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -471,17 +496,7 @@ class Config:
                     f"{self.rollout.prompts_per_step} prompts: lower one or raise the other",
                 )
             )
-        if self.optim.schedule == "wsd" and self.optim.decay_steps == 0:
-            problems.append(("optim.decay_steps", "optim.schedule = 'wsd' needs decay_steps > 0"))
-        updates = self.run.steps * self.algorithm.minibatches_per_step
-        if self.sft.epochs is None and self.optim.warmup_steps + self.optim.decay_steps > updates:
-            problems.append(
-                (
-                    "optim.warmup_steps",
-                    f"warmup_steps + decay_steps = {self.optim.warmup_steps + self.optim.decay_steps} exceed the run's "
-                    f"{updates} updates (run.steps x algorithm.minibatches_per_step)",
-                )
-            )
+        problems += rules.of_schedules(self)
         if self.algorithm.constant_length is not None and self.algorithm.aggregation != "constant":
             problems.append(("algorithm.constant_length", "only used by algorithm.aggregation = 'constant': drop it"))
         if self.model.reference_path is not None and self.algorithm.kl_coef == 0:
@@ -489,8 +504,8 @@ class Config:
         if self.eval.every and not self.eval.sets:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
-        problems += rules.of_advantages(self) + rules.of_losses(self) + rules.of_corrections(self)
-        problems += rules.of_shared_rows(self)
+        problems += rules.of_advantages(self) + rules.of_critics(self) + rules.of_shared_rows(self)
+        problems += rules.of_losses(self) + rules.of_corrections(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems

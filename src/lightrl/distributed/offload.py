@@ -131,14 +131,13 @@ class Offloader:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer | None = None,
-        *,
+        *optimizers: Optimizer | None,
         max_host_bytes: int | None = None,
         host_key: str = "parallel.offload_host_gib",
         on_cpu: bool = False,
         chunk_bytes: int = _CHUNK,
     ) -> None:
-        self._module, self._optimizer = module, optimizer
+        self._module, self._optimizers = module, [o for o in optimizers if o is not None]
         first = next(module.parameters(), None)
         self.device = torch.device("cpu") if first is None else next(_plain(first)).device
         self._cuda = self.device.type == "cuda"
@@ -247,8 +246,8 @@ class Offloader:
         for parameter in parameters:
             if parameter.grad is not None:
                 yield from _plain(parameter.grad)
-        if self._optimizer is not None:
-            for state in self._optimizer.state.values():
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
                 yield from _nested(state)
 
     def _end(self) -> int:

@@ -23,8 +23,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -41,6 +43,9 @@ from lightrl.wrappers import clean_name
 
 logger = logging.getLogger(__name__)
 
+VALUE_HEAD = "score.weight"
+"""Of transformers' sequence classifiers."""
+_LM_HEAD = "lm_head."
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md", "*.py", "LICENSE*", "NOTICE*"]
@@ -118,29 +123,59 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, **
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
 
 
-def resolve_checkpoint(path: str, revision: str | None = None, *, weights: bool = True) -> Path:
+def load_value_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Config of a critic, a sequence classifier of one label, from the checkpoint of one or of a causal LM."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise _load_error("critic.path", str(folder), "config", error) from error
+    if any("SequenceClassification" in name for name in config.architectures or []):
+        if config.num_labels != 1:
+            raise UserError(f"critic.path: {folder} has {config.num_labels} labels; a critic has one, the value")
+    else:
+        _check_causal_lm(config, str(folder), "critic.path")
+        config.num_labels = 1
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise UserError(
+            f"critic.path: transformers has no sequence classifier of {config.model_type}, which a critic is; name a "
+            "checkpoint of another family with the same tokenizer"
+        )
+    return without_quantization(config)
+
+
+def empty_value_model(config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
+    """The critic on the meta device, float32; its value head is `score`."""
+    config = copy.deepcopy(config)
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, **kwargs)
+
+
+def resolve_checkpoint(
+    path: str, revision: str | None = None, *, weights: bool = True, key: str = "model.path"
+) -> Path:
     """Local folder of a checkpoint, downloaded from the hub when `path` is a hub name.
 
     Only safetensors, JSON, tokenizer and text files are fetched, never pickles. `weights=False` leaves the weights out.
+    `key` is the config's, for messages.
     """
-    _check_local(path, "model.path")
+    _check_local(path, key)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         patterns = _SMALL_FILES + (["*.safetensors"] if weights else [])
         try:
             folder = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
         except Exception as error:
-            raise _load_error("model.path", path, "files", error) from error
+            raise _load_error(key, path, "files", error) from error
     if weights and not any(folder.glob("*.safetensors")):
-        raise _no_weights(folder, path)
+        raise _no_weights(folder, path, key)
     return folder
 
 
-def _no_weights(folder: Path, path: str) -> UserError:
+def _no_weights(folder: Path, path: str, key: str = "model.path") -> UserError:
     pickled = sorted(f.name for f in folder.glob("*") if f.suffix in PICKLED_SUFFIXES and "model" in f.name)
     found = f" ({pickled[0]} is a pickle, which can run code when opened)" if pickled else ""
     return UserError(
-        f"model.path: {path} holds no *.safetensors file{found}; convert the checkpoint where you trust it: "
+        f"{key}: {path} holds no *.safetensors file{found}; convert the checkpoint where you trust it: "
         "AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)"
     )
 
@@ -182,7 +217,7 @@ def _load_error(key: str, path: str, what: str, error: Exception) -> UserError:
     return UserError(f"{key}: cannot load the {what} of {path}: {text[:300]}")
 
 
-def _check_causal_lm(config: PretrainedConfig, path: str) -> None:
+def _check_causal_lm(config: PretrainedConfig, path: str, key: str = "model.path") -> None:
     Form.of({"quantization_config": getattr(config, "quantization_config", None)}, path)
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return
@@ -191,7 +226,7 @@ def _check_causal_lm(config: PretrainedConfig, path: str) -> None:
     wrong_head = names and not any(re.search(r"CausalLM|LMHead|ConditionalGeneration", n) for n in names)
     if not known or wrong_head or config.is_encoder_decoder:
         kind = ", ".join(names) or config.model_type
-        raise UserError(f"model.path: {path} is not a causal language model ({kind})")
+        raise UserError(f"{key}: {path} is not a causal language model ({kind})")
 
 
 # ----- tensors of a model, and this rank's part of them
@@ -241,13 +276,16 @@ def _all_of(tensor: Tensor, group: Any) -> Tensor:
 
 
 @torch.no_grad()
-def load_weights(model: PreTrainedModel, folder: Path, *, trust_remote_code: bool = False) -> None:
+def load_weights(
+    model: PreTrainedModel, folder: Path, *, trust_remote_code: bool = False, new_head: str | None = None
+) -> None:
     """Fill a materialised model (after `to_empty`) from the safetensors files in `folder`.
 
     Each rank reads its own slices, dequantises them where they are FP8 or MXFP4, and casts them to the parameter's
     dtype. Missing, unexpected or mis-shaped names are
     a `UserError`. So it is where tensors in memory are put together from several stored ones (a layer's experts); only
     families whose stored tensors are no parts of those in memory are loaded whole by transformers first, on every rank.
+    `new_head`: a tensor that stays as it is where the checkpoint has none; its language-model head is then left out.
     """
     if any(model.get_parameter(a) is not model.get_parameter(b) for a, b in model.all_tied_weights_keys.items()):
         model.tie_weights()  # `to_empty` gives an unsharded model a tensor for each name
@@ -260,6 +298,9 @@ def load_weights(model: PreTrainedModel, folder: Path, *, trust_remote_code: boo
         handle = _open(folder / name)
         return handle if form is None else Reader(form, handle, stored, lambda other: _open(folder / other))
 
+    if new_head is not None and new_head not in files:
+        del targets[new_head]
+        files = {name: file for name, file in files.items() if not name.startswith(_LM_HEAD)}
     if (used := _conversions(model, files, targets)) is not None:
         # as `from_pretrained` does: what is written then has the checkpoint's names
         model._weight_conversions = used  # type: ignore[assignment]
@@ -268,6 +309,8 @@ def load_weights(model: PreTrainedModel, folder: Path, *, trust_remote_code: boo
                 raise UserError(
                     f"{folder}: {type(model).__name__} cannot be read from a quantized checkpoint: convert it"
                 )
+            if new_head is not None:
+                raise UserError(f"critic.path: {folder} stores its weights in a way that critics cannot be loaded from")
             logger.warning(
                 "%s stores its weights in another way than the model has them in memory: "
                 "each rank loads the whole model into host memory first",
@@ -432,7 +475,10 @@ def _load_boxes(
 ) -> bool:
     """Fill tensors from the stored ones that are parts of them; False, with nothing done, if not all are there."""
     parts = boxes(model)
-    if parts is None or not parts.keys() <= files.keys():
+    if parts is None:
+        return False
+    parts = {name: part for name, part in parts.items() if part.source in targets}
+    if not parts.keys() <= files.keys():
         return False
     if _unexpected(model, files.keys() - parts.keys() - model.all_tied_weights_keys.keys()):
         return False

@@ -158,8 +158,13 @@ def set_token_advantages(batch: Batch, advantages: Advantages) -> None:
         if config.kl_coef and config.kl_in == "reward":
             rewards -= config.kl_coef * _token_kl(microbatch, config)[counted].double()
         rewards[ends] += microbatch.advantages[counted][ends].double()
+        values = None if microbatch.values is None else microbatch.values[counted].double()
+        found = advantages(TokenRewards(rewards=rewards, ends=ends, values=values))
         microbatch.advantages = torch.zeros(len(microbatch.targets), dtype=torch.float64)
-        microbatch.advantages[counted] = advantages(TokenRewards(rewards=rewards, ends=ends))
+        microbatch.advantages[counted] = found
+        if values is not None:
+            microbatch.returns = torch.zeros(len(microbatch.targets))
+            microbatch.returns[counted] = (found + values).float()
 
 
 def _of_samples(batch: Batch) -> Iterator[Microbatch]:

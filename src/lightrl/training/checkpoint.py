@@ -47,6 +47,8 @@ from lightrl.training.optimizer_state import allocate, describe_groups, optimize
 
 logger = logging.getLogger(__name__)
 
+Others = Mapping[str, tuple[nn.Module, Optimizer]]
+
 MARKER = "COMMITTED.json"
 STATE_FILE = "state.json"
 FORMAT = 1
@@ -92,17 +94,21 @@ class Checkpointer:
         model: nn.Module,
         optimizer: Optimizer | None,
         extra: dict[str, Any],
+        others: Others | None = None,
         rng: bool = True,
         metrics: Mapping[str, float] | None = None,
         generators: random_state.Generators | None = None,
     ) -> None:
         """Save step `step`; with `async_save`, return once everything is copied and write in the background.
 
+        `others` are further models with their optimizers, by name.
         `extra` is JSON of the caller's (schedule, data cursor …); rank 0's is kept. `generators` are further torch
         generators of this rank. Waits for the save before, and raises `CheckpointError` if that one failed.
         """
         self.wait()
         tensors = _named_tensors(model, optimizer)
+        for part, (other, its_optimizer) in (others or {}).items():
+            tensors.update({f"{part}.{name}": t for name, t in _named_tensors(other, its_optimizer).items()})
         if rng:
             states = random_state.capture(generators)
             tensors.update({f"rng.{self.rank}.{name}": state for name, state in states.items()})
@@ -119,6 +125,7 @@ class Checkpointer:
             "extra": extra,
             "metrics": {name: float(value) for name, value in (metrics or {}).items()},
             "optimizer": None if optimizer is None else describe_groups(model, optimizer),
+            "others": {part: describe_groups(*pair) for part, pair in (others or {}).items()},
         }
         text = json.dumps(state)  # now: the caller may go on changing `extra`; and wrong types fail here, not later
         if not self.config.async_save:
@@ -245,12 +252,13 @@ class Checkpointer:
         model: nn.Module,
         optimizer: Optimizer | None,
         *,
+        others: Others | None = None,
         rng: bool = True,
         generators: random_state.Generators | None = None,
     ) -> dict[str, Any]:
         """Restore model, optimizer and random generators in place, at any world size; returns `extra`.
 
-        `folder` may be that of another run.
+        `folder` may be that of another run. `others` as they were saved: UserError where one is missing.
 
         Ranks that the saved run did not have get generators seeded from its rank 0 and their number.
         """
@@ -261,6 +269,9 @@ class Checkpointer:
         if optimizer is not None:
             slots, plain = allocate(model, optimizer, stored, state["optimizer"], folder)
             targets.update(slots)
+        parts = {name: _Part(name, pair, stored, state, folder) for name, pair in (others or {}).items()}
+        for part in parts.values():
+            targets.update(part.targets)
         if rng:
             saved = [n for n in stored if n.startswith(f"rng.{self.rank}.")] or [
                 n for n in stored if n == "rng.0.torch"
@@ -275,6 +286,8 @@ class Checkpointer:
             dcp.load(wanted, storage_reader=SafetensorsReader(folder), planner=planner, process_group=self.group)
         if optimizer is not None:
             restore_groups(model, optimizer, slots, plain, state["optimizer"])
+        for part in parts.values():
+            part.restore()
         if rng:
             self._restore_rng({n.split(".", 2)[2]: targets[n] for n in saved}, generators)
         extra: dict[str, Any] = state["extra"]
@@ -288,6 +301,29 @@ class Checkpointer:
 
 
 # ----- contents
+
+
+class _Part:
+    """A further model of a checkpoint, as it is loaded: `targets` are to be filled, then `restore` is called."""
+
+    def __init__(
+        self, name: str, pair: tuple[nn.Module, Optimizer], stored: Mapping[str, Any], state: Any, folder: Path
+    ) -> None:
+        self._model, self._optimizer = pair
+        mine = {key.removeprefix(f"{name}."): value for key, value in stored.items() if key.startswith(f"{name}.")}
+        self._saved = state.get("others", {}).get(name)
+        if not mine or self._saved is None:
+            raise UserError(
+                f"{folder} holds no {name}: it cannot be gone on from with one; export it, name the export as "
+                "model.path, and take another run.dir"
+            )
+        model = {f"model.{key}": tensor.detach() for key, tensor in _model_tensors(self._model).items()}
+        _check_model(folder, model, mine)
+        self._slots, self._plain = allocate(self._model, self._optimizer, mine, self._saved, folder)
+        self.targets = {f"{name}.{key}": tensor for key, tensor in {**model, **self._slots}.items()}
+
+    def restore(self) -> None:
+        restore_groups(self._model, self._optimizer, self._slots, self._plain, self._saved)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -7,22 +7,33 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrl.config.load import load_config
 from lightrl.errors import UserError
 from lightrl.models.export import MAX_SHARD_BYTES, export_dtype, write_hf_folder
-from lightrl.models.load import empty_model, load_model_config, persistent_tensors, resolve_checkpoint, stored_dtype
+from lightrl.models.load import (
+    empty_model,
+    empty_value_model,
+    load_model_config,
+    load_value_config,
+    persistent_tensors,
+    resolve_checkpoint,
+    stored_dtype,
+)
 from lightrl.training.checkpoint import MARKER, find_fault, latest
 from lightrl.training.checkpoint_storage import read_tensors, read_whole
+from lightrl.training.critic import critic_model
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # The trainer saves its policy module, which holds the Hugging Face model as `model`.
 _PREFIXES = ("model.model.", "model.")
 
 
-def export_run(source: Path, out: Path, dtype: str = "auto") -> Path:
+def export_run(source: Path, out: Path, dtype: str = "auto", *, critic: bool = False) -> Path:
     """Export a run folder's newest checkpoint, or one checkpoint folder, to `out`; returns the checkpoint taken.
+
+    The policy, or the `critic` as a sequence classifier of one label.
 
     `dtype`: bfloat16, float16, float32, or auto for the type of the checkpoint that the run started from. The whole
     model is never in memory, only a file of it at a time.
@@ -33,12 +44,20 @@ def export_run(source: Path, out: Path, dtype: str = "auto") -> Path:
     config_file = run_dir / "config.toml"
     if not config_file.is_file():
         raise UserError(f"{config_file} is missing: it names the model that {folder} was trained from")
-    settings = load_config(config_file).model
-    original = resolve_checkpoint(settings.path, settings.revision, weights=False)
-    config = load_model_config(str(original), trust_remote_code=settings.trust_remote_code)
-    model = empty_model(config, trust_remote_code=settings.trust_remote_code)
+    run = load_config(config_file)
     tensors = read_tensors(folder)
-    stored = _stored_names(model, tensors, folder)
+    if critic and not any(name.startswith("critic.") for name in tensors):
+        raise UserError(f"{folder} holds no critic: its run had algorithm.advantage = {run.algorithm.advantage!r}")
+    settings = critic_model(run) if critic else run.model
+    original = resolve_checkpoint(settings.path, settings.revision, weights=False)
+    config: PretrainedConfig
+    if critic:
+        config = load_value_config(original, settings.trust_remote_code)
+        model = empty_value_model(config, trust_remote_code=settings.trust_remote_code)
+    else:
+        config = load_model_config(str(original), trust_remote_code=settings.trust_remote_code)
+        model = empty_model(config, trust_remote_code=settings.trust_remote_code)
+    stored = _stored_names(model, tensors, folder, "critic." if critic else "")
     target = stored_dtype(config) if dtype == "auto" else _DTYPES[dtype]
 
     def fetch(name: str) -> Tensor:
@@ -75,14 +94,16 @@ def _find(source: Path) -> tuple[Path, Path]:
     return folder, source
 
 
-def _stored_names(model: PreTrainedModel, tensors: Mapping[str, object], folder: Path) -> dict[str, str]:
-    """Name in the model -> name in the checkpoint, where tied tensors are stored once."""
+def _stored_names(
+    model: PreTrainedModel, tensors: Mapping[str, object], folder: Path, part: str = ""
+) -> dict[str, str]:
+    """Name in the model -> name in the checkpoint, behind that of its `part`, where tied tensors are stored once."""
     names_of: dict[int, list[str]] = {}
     for name, tensor in persistent_tensors(model).items():
         names_of.setdefault(id(tensor), []).append(name)
     found: dict[str, str] = {}
     for names in names_of.values():
-        stored = next((p + n for p in _PREFIXES for n in names if p + n in tensors), None)
+        stored = next((part + p + n for p in _PREFIXES for n in names if part + p + n in tensors), None)
         if stored is None:
             raise UserError(f"{folder} is of another model than the run's config.toml names: it has no {names[0]}")
         found.update(dict.fromkeys(names, stored))

@@ -107,29 +107,12 @@ class Policy:
         model = load.empty_model(
             hf_config, dtype=dtype if frozen else torch.float32, trust_remote_code=config.trust_remote_code
         )
-        packed = registry.packs_exactly(hf_config) and registry.is_own_code(model)
-        kernels = packed and config.kernels == "auto" and fused_kernels_run(world.device)
-        if not packed:
-            _refuse_spreading(model, world, frozen)
-        if packed:
-            registry.prepare_packed(model, fuse=kernels)
-            gated_delta.prepare_training(model, world.device, dtype)
-            if world.expert_mesh is not None:
-                experts.spread(model, world.expert_mesh["ep"])
+        packed, kernels = prepare_training(model, hf_config, config, world, dtype, frozen=frozen)
         module = PolicyModule(model, packed=packed, kernels=kernels)
         if frozen:
             module.requires_grad_(False)
-        fsdp.shard(
-            module,
-            model,
-            world.mesh,
-            compute_dtype=dtype,
-            activation_checkpointing=config.activation_checkpointing and not frozen,
-            recompute_contexts=partial(recompute.contexts, keep_attention=kernels and not config.recompute_attention),
-            expert_mesh=world.expert_mesh,
-        )
-        module.to_empty(device=world.device)
-        module.eval()  # no dropout: what is trained is what was sampled from
+            config = replace(config, activation_checkpointing=False)
+        shard_empty(module, model, config, world, dtype, kernels=kernels)
         return cls(
             module=module,
             hf_config=hf_config,
@@ -183,6 +166,40 @@ class Policy:
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
+
+
+def prepare_training(
+    model: Any, hf_config: Any, config: ModelConfig, world: World, dtype: torch.dtype, *, frozen: bool = False
+) -> tuple[bool, bool]:
+    """Make a model on the meta device take packed rows, where its family is known: whether it does, and whether by the
+    kernels of `model.kernels`. Its experts are spread as `[parallel]` asks."""
+    packed = registry.packs_exactly(hf_config) and registry.is_own_code(model)
+    kernels = packed and config.kernels == "auto" and fused_kernels_run(world.device)
+    if not packed:
+        _refuse_spreading(model, world, frozen)
+        return False, False
+    registry.prepare_packed(model, fuse=kernels)
+    gated_delta.prepare_training(model, world.device, dtype)
+    if world.expert_mesh is not None:
+        experts.spread(model, world.expert_mesh["ep"])
+    return True, kernels
+
+
+def shard_empty(
+    module: nn.Module, model: Any, config: ModelConfig, world: World, dtype: torch.dtype, *, kernels: bool
+) -> None:
+    """Shard `module`, the root around the Hugging Face `model`, and give it memory; weights are yet to be filled in."""
+    fsdp.shard(
+        module,
+        model,
+        world.mesh,
+        compute_dtype=dtype,
+        activation_checkpointing=config.activation_checkpointing,
+        recompute_contexts=partial(recompute.contexts, keep_attention=kernels and not config.recompute_attention),
+        expert_mesh=world.expert_mesh,
+    )
+    module.to_empty(device=world.device)
+    module.eval()  # no dropout: what is trained is what was sampled from
 
 
 def _refuse_spreading(model: Any, world: World, frozen: bool) -> None:

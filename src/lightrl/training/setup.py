@@ -26,6 +26,7 @@ from lightrl.engine.base import Engine
 from lightrl.errors import UserError, end
 from lightrl.models import load
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
+from lightrl.training.critic import Critic, critic_model
 from lightrl.training.policy import Policy
 from lightrl.types import Prompt
 
@@ -46,6 +47,8 @@ def check(config: Config) -> None:
         value = getattr(config.model, key)
         if value and (fault := model_fault(value)) is not None:
             problems.append((f"model.{key}", fault))
+    if config.critic.path and (fault := model_fault(config.critic.path)) is not None:
+        problems.append(("critic.path", fault))
     if "wandb" in config.log.trackers and find_spec("wandb") is None:
         problems.append(("log.trackers", "wandb is not installed: pip install wandb, or take 'wandb' out"))
     if problems:
@@ -135,20 +138,27 @@ def check_parallel(config: ParallelConfig, hf_config: Any, model: str, *, needs_
 
 
 def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
-    """UserError for a reference without the policy's tokens: it could not say how likely they are."""
-    path = config.model.reference_path
-    if path is None or config.algorithm.kl_coef == 0:
-        return
-    folder = load.resolve_checkpoint(path, weights=False)
-    theirs = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
-    size = int(theirs.get_text_config().vocab_size)
+    """UserError for a reference or a critic without the policy's tokens: it could say nothing of them."""
+    paths = [("model.reference_path", "reference", config.model.reference_path if config.algorithm.kl_coef else None)]
+    paths.append(("critic.path", "critic", config.critic.path if config.algorithm.estimator.critic else None))
     needed = min(int(hf_config.get_text_config().vocab_size), len(tokenizer))  # some pad their embeddings, others not
-    if size < needed:
-        raise UserError(
-            f"model.reference_path: {path} has {size} tokens, the policy {needed}: a reference has the policy's "
-            "vocabulary; name an earlier checkpoint of the same model"
-        )
-    check_parallel(config.parallel, theirs, f"model.reference_path = {path}", needs_experts=False)
+    for key, what, path in paths:
+        if path is None:
+            continue
+        folder = load.resolve_checkpoint(path, weights=False, key=key)
+        theirs = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+        size = int(theirs.get_text_config().vocab_size)
+        if size < needed:
+            same = "an earlier checkpoint of the same model" if what == "reference" else "a model with its tokenizer"
+            raise UserError(
+                f"{key}: {path} has {size} tokens, the policy {needed}: a {what} has the policy's vocabulary; "
+                f"name {same}"
+            )
+        check_parallel(config.parallel, theirs, f"{key} = {path}", needs_experts=False)
+    if config.algorithm.estimator.critic:
+        model = critic_model(config)
+        folder = load.resolve_checkpoint(model.path, model.revision, weights=False, key="critic.path")
+        load.load_value_config(folder, model.trust_remote_code)
 
 
 def load_reference(config: Config, world: World) -> Policy | None:
@@ -161,11 +171,14 @@ def load_reference(config: Config, world: World) -> Policy | None:
     return Policy.load(model, world, frozen=True)
 
 
-def training_state(config: ParallelConfig, policy: Policy, reference: Policy | None, optimizer: Any) -> TrainingState:
-    """What may leave the GPU while engines generate: the policy with its optimizer, and the reference."""
-    modules = nn.ModuleList([policy.module] if reference is None else [policy.module, reference.module])
+def training_state(
+    config: ParallelConfig, policy: Policy, reference: Policy | None, optimizer: Any, critic: Critic | None = None
+) -> TrainingState:
+    """What may leave the GPU while engines generate: policy and critic with their optimizers, and the reference."""
+    modules = nn.ModuleList(part.module for part in (policy, reference, critic) if part is not None)
+    others = [] if critic is None else [critic.optimizer]
     limit = None if config.offload_host_gib is None else int(config.offload_host_gib * 2**30)
-    return TrainingState(Offloader(modules, optimizer, max_host_bytes=limit), config.offload)
+    return TrainingState(Offloader(modules, optimizer, *others, max_host_bytes=limit), config.offload)
 
 
 def build_engine(
@@ -314,7 +327,9 @@ def model_facts(config: Config, world: World, policy: Policy) -> dict[str, objec
 def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[str, object]:
     """What a person wants to see when a run starts."""
     rollout = config.rollout
+    critic = {"critic": config.critic.path or "from the policy's start"} if config.algorithm.estimator.critic else {}
     return model_facts(config, world, policy) | {
+        **critic,
         "data": f"{len(prompts)} prompts from {config.data.path}",
         "step": f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples, "
         f"{config.algorithm.minibatches_per_step} update{'s' * (config.algorithm.minibatches_per_step > 1)}",

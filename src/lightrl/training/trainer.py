@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.config.schema import Config
@@ -37,6 +38,7 @@ from lightrl.training.advantage import Advantages, finish_advantages, overlong_m
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
 from lightrl.training.checkpoint import Checkpointer
+from lightrl.training.critic import Critic, explained_variance
 from lightrl.training.evaluate import evaluate, load_eval_sets
 from lightrl.training.objective import Objective, normalize_weights
 from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule
@@ -126,9 +128,10 @@ class Trainer:
         set_deterministic(config.run.deterministic)
         self.policy = Policy.load(config.model, self.world)
         self.reference = setup.load_reference(config, self.world)
+        self.critic = Critic.build(config, self.world)
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(steps_done=0)
-        self.state = setup.training_state(config.parallel, self.policy, self.reference, self.optimizer)
+        self.state = setup.training_state(config.parallel, self.policy, self.reference, self.optimizer, self.critic)
         self._held.callback(end, lambda: self.state.close())
         self.engine = setup.build_engine(
             config.engine,
@@ -173,7 +176,11 @@ class Trainer:
             set_advantages(groups, self.advantages)
             batch = self.pack(groups)
             self.add_logprobs(batch, tally)
+            if self.critic is not None:
+                self.critic.add_values(batch)
             finish_advantages(groups, batch, self.advantages, self.world)
+            if self.critic is not None and (explained := explained_variance(batch, self.world)) is not None:
+                tally.add("critic/explained_variance", explained, kind="max")  # known to all ranks
             normalize_weights(batch, self.world, self.config.correction)
             self._torn = True
             for minibatch in batch:
@@ -184,7 +191,11 @@ class Trainer:
         return self._metrics(tally, timer.metrics(), num_updates=len(batch))
 
     def _update(self, minibatch: Sequence[Microbatch], tally: Tally) -> None:
-        """One optimizer update, with its metrics."""
+        """One optimizer update, with its metrics; one of the critic beside it, or alone."""
+        if self.critic is not None:
+            self.critic.update(minibatch, tally)
+            if self.critic.policy_waits(self.steps_done):
+                return
         result = update(
             self.policy,
             self.optimizer,
@@ -204,7 +215,10 @@ class Trainer:
         self.policy_version += 1
         self.steps_done += 1
         self.groups_done += selection.num_drawn - selection.num_unused
-        advance(self.schedule, self.steps_done * self.config.algorithm.minibatches_per_step)
+        updates = self.steps_done * self.config.algorithm.minibatches_per_step
+        advance(self.schedule, updates)
+        if self.critic is not None:
+            self.critic.settle(updates)
         if source is not None:
             source.settle()
 
@@ -296,13 +310,13 @@ class Trainer:
         """This rank's microbatches of every update of the step."""
         config, algorithm = self.config, self.config.algorithm
         samples = [TrainSample.from_sample(s) for g in groups for s in g.scored]
-        policies = [self.policy] if self.reference is None else [self.policy, self.reference]
+        models = [m.module for m in (self.policy, self.reference, self.critic) if m is not None]
         return build_minibatches(
             samples,
             self.world,
             minibatches=algorithm.minibatches_per_step,
             max_tokens=config.parallel.max_tokens_per_microbatch,
-            share_prompts=config.parallel.share_prompts and all(p.module.packed for p in policies),
+            share_prompts=config.parallel.share_prompts and all(m.packed for m in models),
             skip_zero_advantage=self.objective.may_skip_zero_advantage,
             aggregation=algorithm.aggregation,
             constant_length=algorithm.constant_length or config.rollout.max_response_tokens,
@@ -332,7 +346,7 @@ class Trainer:
 
     def _metrics(self, tally: Tally, times: dict[str, float], num_updates: int) -> dict[str, float]:
         metrics = with_sample_size(Tally.merged(self.world.gather(tally.to_dict())).result())
-        for name in ("loss/total", "loss/policy"):
+        for name in ("loss/total", "loss/policy", "critic/loss"):
             if name in metrics:
                 metrics[name] /= num_updates
         tokens = metrics.get("rollout/response_tokens", 0.0)
@@ -372,6 +386,8 @@ class Trainer:
                     self._save(checkpointer, metrics)
                 if config.checkpoint.hf_every and step % config.checkpoint.hf_every == 0:
                     self.export(self.run_dir / "hf" / f"step_{step:06d}", replace=True)
+                    if self.critic is not None:
+                        self.critic.export(self.run_dir / "hf" / f"step_{step:06d}_critic", replace=True)
             checkpointer.wait()
         return metrics
 
@@ -416,8 +432,10 @@ class Trainer:
         if weights_only:
             extra = checkpointer.load(folder, module, None, rng=False)
         else:
-            extra = checkpointer.load(folder, module, self.optimizer)
+            extra = checkpointer.load(folder, module, self.optimizer, others=self._others)
             apply_settings(self.optimizer, self.config.optim)
+            if self.critic is not None:
+                self.critic.resumed(extra["step"] * self.config.algorithm.minibatches_per_step)
             self.schedule = self._schedule(steps_done=extra["step"])
             self.source.restore(extra["source"])
         self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
@@ -467,11 +485,17 @@ class Trainer:
         """One, as it has a process group of its own; it loads from any folder."""
         return Checkpointer(self.run_dir / "checkpoints", self.config.checkpoint, timeout=self.world.timeout)
 
+    @property
+    def _others(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
+        """What a checkpoint holds beside the policy."""
+        return {} if self.critic is None else {"critic": (self.critic.module, self.critic.optimizer)}
+
     def _save(self, checkpointer: Checkpointer, metrics: dict[str, float]) -> None:
         checkpointer.save(
             self.steps_done,
             model=self.policy.module,
             optimizer=self.optimizer,
+            others=self._others,
             extra={
                 "step": self.steps_done,
                 "policy_version": self.policy_version,
