@@ -67,6 +67,51 @@ def make_run(folder: Path, **sections: dict[str, Any]) -> Any:
     return load_config(**settings(folder, **sections))
 
 
+def rows_of(path: Path) -> list[list[dict[str, Any]]]:
+    return [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+
+
+def by_hand(folder: Path, rows: list[list[dict[str, Any]]]) -> tuple[float, dict[str, Any], int]:
+    """(loss, gradients, trained tokens): each conversation alone through the stock model, token by token as ChatML has
+    them; the answers and what ends them count, all alike."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    losses = []
+    for messages in rows:
+        ids: list[int] = []
+        counts: list[bool] = []
+        for message in messages:
+            for part, counted in (
+                (["<|im_start|>", *message["role"], " "], False),
+                ([*message["content"], "<|im_end|>"], message["role"] == "assistant" and message.get("train", True)),
+            ):
+                ids += tokenizer.convert_tokens_to_ids(part)
+                counts += [counted] * len(part)
+        logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        picked = [-logprobs[i, ids[i + 1]] for i in range(len(ids) - 1) if counts[i + 1]]
+        losses += picked
+    loss = torch.stack(losses).sum() / len(losses)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}, len(losses)
+
+
+def watched(trainer: Any) -> list[dict[str, Any]]:
+    """Gradients of each update to come, whole, as they are before the optimizer steps."""
+    from lightrl.wrappers import clean_name
+
+    seen: list[dict[str, Any]] = []
+
+    def look(*_: Any) -> None:
+        named = trainer.policy.module.named_parameters()
+        seen.append({clean_name(n).removeprefix("model."): p.grad.full_tensor().clone() for n, p in named})
+
+    trainer.optimizer.register_step_pre_hook(look)
+    return seen
+
+
 def train(folder: str, overrides: str = "{}") -> None:
     """Entry of child processes: train the run in `folder` with more sections as JSON."""
     import sys

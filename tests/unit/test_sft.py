@@ -13,7 +13,8 @@ import pytest
 import tiny_run
 import tiny_sft
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny_sft import by_hand, rows_of, watched
+from transformers import AutoModelForCausalLM
 
 from lightrl.cli import main
 from lightrl.config import load_config
@@ -39,46 +40,6 @@ def trainer_for(tmp_path):
     for trainer in made:
         trainer.close()
     close_world()
-
-
-def rows_of(path: Path) -> list[list[dict[str, Any]]]:
-    return [json.loads(line)["messages"] for line in path.read_text().splitlines()]
-
-
-def by_hand(folder: Path, rows: list[list[dict[str, Any]]]) -> tuple[float, dict[str, torch.Tensor], int]:
-    """(loss, gradients, trained tokens): each conversation alone through the stock model, token by token as ChatML has
-    them; the answers and what ends them count, all alike."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    losses = []
-    for messages in rows:
-        ids: list[int] = []
-        counts: list[bool] = []
-        for message in messages:
-            for part, counted in (
-                (["<|im_start|>", *message["role"], " "], False),
-                ([*message["content"], "<|im_end|>"], message["role"] == "assistant" and message.get("train", True)),
-            ):
-                ids += tokenizer.convert_tokens_to_ids(part)
-                counts += [counted] * len(part)
-        logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        picked = [-logprobs[i, ids[i + 1]] for i in range(len(ids) - 1) if counts[i + 1]]
-        losses += picked
-    loss = torch.stack(losses).sum() / len(losses)
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}, len(losses)
-
-
-def watched(trainer: SFTTrainer) -> list[dict[str, torch.Tensor]]:
-    """Gradients of each update to come, whole, as they are before the optimizer steps."""
-    seen: list[dict[str, torch.Tensor]] = []
-
-    def look(*_: Any) -> None:
-        named = trainer.policy.module.named_parameters()
-        seen.append({clean_name(n).removeprefix("model."): p.grad.full_tensor().clone() for n, p in named})
-
-    trainer.optimizer.register_step_pre_hook(look)
-    return seen
 
 
 @pytest.mark.parametrize("max_tokens", [16384, 150, 1], ids=["packed", "several", "one_by_one"])

@@ -39,7 +39,7 @@ from lightrl.training.packing import TrainSample
 from lightrl.training.policy import Policy, to_device
 from lightrl.types import Microbatch
 
-_OF_RL = ("reward", "rollout", "engine", "sync", "algorithm", "correction")
+_OF_RL = ("reward", "rollout", "engine", "sync", "algorithm", "correction", "critic", "critic_optim")
 _EVAL_BATCH = 256  # conversations of a set that are planned and packed together
 
 
