@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.config.schema import Config, EngineConfig, RunConfig
-from lightrl.engine import sglang_host, sglang_start
+from lightrl.engine import sglang_arguments, sglang_host, sglang_start
 from lightrl.engine.sglang_derived import Derived
 from lightrl.engine.sglang_rehearsal import rehearse
 from lightrl.engine.sglang_requests import Model
@@ -207,7 +207,7 @@ _SETTINGS = {
     "tensor_parallel": 1, "device": "cuda", "gpu": 0, "capability": [9, 0], "seed": 0, "memory_fraction": 0.5,
     "max_batch": 8, "max_prefill_tokens": 64, "port": 1,
 }  # fmt: skip
-_KNOWN = {*sglang_host._OURS, "dtype", "context_length", "load_format", "log_level", "sampling_backend"}
+_KNOWN = {*sglang_arguments.OURS, "dtype", "context_length", "load_format", "log_level", "sampling_backend"}
 _KNOWN |= {"grammar_backend", "disable_custom_all_reduce", "disable_prefill_cuda_graph", "cuda_graph_max_bs_decode"}
 _KNOWN |= {"attention_backend"}
 
