@@ -25,6 +25,7 @@ from lightrl.rewards import RewardFailure
 from lightrl.rollout.collect import run_async
 from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training.advantage import set_advantages
+from lightrl.training.policy import Policy
 from lightrl.training.setup import claim
 from lightrl.training.trainer import Trainer
 from lightrl.training.update import update
@@ -759,3 +760,13 @@ def test_missing_keys_fail_before_anything_loads():
         Trainer("run.toml")
     with pytest.raises(UserError, match=r"not a dict: Trainer\(load_config\(\*\*\{…\}\)\)"):
         Trainer({"run": {"steps": 3}})
+
+
+def test_a_missing_key_of_servers_is_told_before_the_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FAKE_SGLANG_KEY", raising=False)
+    monkeypatch.setattr(Policy, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    engine = {"kind": "sglang_server", "urls": ["http://127.0.0.1:9"], "api_key_env": "FAKE_SGLANG_KEY"}
+    with pytest.raises(UserError, match=r"^engine\.api_key_env: the environment variable FAKE_SGLANG_KEY is not set"):
+        Trainer(tiny_run.make_run(tmp_path, engine=engine))

@@ -49,6 +49,11 @@ class Ranks(Protocol):
     def gather(self, record: Any) -> list[Any]: ...
 
 
+def read_key(config: EngineConfig) -> str | None:
+    """The servers' key. UserError where `engine.api_key_env` names a variable that is not set here."""
+    return checks.read_key(config.api_key_env, os.environ)
+
+
 class SGLangServers:
     """Implements `lightrl.engine.base.Engine` and `GroupLoader`, on every rank alike.
 
@@ -82,7 +87,7 @@ class SGLangServers:
         self._together(lambda: self._connect(device, folder))
 
     def _connect(self, device: torch.device, folder: Path) -> None:
-        key = checks.read_key(self._config.api_key_env, os.environ)
+        key = read_key(self._config)
         self._servers = [Server(url, key, self._pauses) for url in self._config.urls]
         self._load = dict.fromkeys(self._servers, 0)
         if self._ranks.rank == 0:

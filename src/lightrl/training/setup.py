@@ -58,6 +58,10 @@ def check(config: Config) -> None:
 
         sglang_arguments.check_installed()
         sglang_arguments.check(config.engine.args)
+    if config.engine.kind == "sglang_server":
+        from lightrl.engine.sglang_server import read_key
+
+        read_key(config.engine)
 
 
 @contextmanager
