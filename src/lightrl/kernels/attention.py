@@ -4,14 +4,14 @@ A body has a forward that says what its backward needs, and that backward, both 
 around any of them, and a block that is computed again for its backward pass can take the output it had the first time
 (`Outputs`) where a quarter of all attention would otherwise be done twice.
 
-Which body (`choose`), by what was measured on an H200 at 16,384 causal rows, 16 heads of 128, in TFLOP/s forward, and
-forward with backward:
+Which body (`choose`), by the rates that these kernels alone were seen at on an H200 with torch 2.11: 16,384 rows, one
+causal sequence for cuDNN, 20 for the others. Not yet measured through this module: `--op attention`.
 
 | rows | body | TFLOP/s |
 |---|---|---|
-| segments of one length (one among them), and those of 2,048 rows and more | cuDNN, a call a length | 629 / 554 |
-| others | flash-attn-4, where it is installed | 422 / 335 |
-| others | torch's variable-length FlashAttention-2 | 213 / 182 |
+| segments of one length (one among them), and those of 2,048 rows and more | cuDNN, a call a length | 629 forward, 554 with backward |
+| others | flash-attn-4, where it is installed | 422 forward, 310 backward |
+| others | torch's variable-length FlashAttention-2 | 213 forward, 171 backward |
 
 cuDNN plans each new shape on the host, which takes a tenth of a second and more: lengths are padded to few sizes.
 Its own variable-length form plans every call anew, in torch up to 2.14 at least.
