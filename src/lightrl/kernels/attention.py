@@ -9,7 +9,7 @@ causal sequence for cuDNN, 20 for the others. Not yet measured through this modu
 
 | rows | body | TFLOP/s |
 |---|---|---|
-| segments of one length (one among them), and those of 2,048 rows and more | cuDNN, a call a length | 629 forward, 554 with backward |
+| segments of one length (also a single one), and of 2,048 rows and more | cuDNN, a call each | 629 forward, 554 both |
 | others | flash-attn-4, where it is installed | 422 forward, 310 backward |
 | others | torch's variable-length FlashAttention-2 | 213 forward, 171 backward |
 
