@@ -15,6 +15,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from lightrl.config import rules
+from lightrl.config.agent import AgentConfig as AgentConfig
+from lightrl.config.agent import SandboxConfig as SandboxConfig
+from lightrl.config.agent import of_agents
 from lightrl.config.correction import CorrectionConfig as CorrectionConfig
 from lightrl.config.estimators import Estimator, estimator
 from lightrl.config.kinds import STRICT, Code, Count, Fraction, NonNegative, PositiveFloat, PositiveInt, Seconds
@@ -472,6 +475,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -505,7 +510,7 @@ class Config:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
         problems += rules.of_advantages(self) + rules.of_critics(self) + rules.of_shared_rows(self)
-        problems += rules.of_losses(self) + rules.of_corrections(self)
+        problems += rules.of_losses(self) + rules.of_corrections(self) + of_agents(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems
