@@ -115,7 +115,9 @@ def of_agents(config: Config) -> list[tuple[str, str]]:
 def _of_search(agent: AgentConfig) -> list[tuple[str, str]]:
     given = [key for key in ("search_corpus", "search_url") if getattr(agent, key) is not None]
     if "search" not in agent.tools:
-        return [(f"agent.{key}", "only used by the tool 'search': add it to agent.tools, or drop this") for key in given]
+        return [
+            (f"agent.{key}", "only used by the tool 'search': add it to agent.tools, or drop this") for key in given
+        ]
     if len(given) == 2:
         return [("agent.search_url", "agent.search_corpus is searched already: drop one of the two")]
     if not given:
@@ -129,11 +131,11 @@ def _of_lengths(config: Config) -> list[tuple[str, str]]:
     agent, limit = config.agent, config.rollout.max_response_tokens
     problems = []
     if agent.max_turn_tokens is not None and agent.max_turn_tokens > limit:
-        text = f"{agent.max_turn_tokens} exceeds rollout.max_response_tokens = {limit}, which is for all turns: lower it"
+        text = (
+            f"{agent.max_turn_tokens} exceeds rollout.max_response_tokens = {limit}, which is for all turns: lower it"
+        )
         problems.append(("agent.max_turn_tokens", text))
     if agent.tool_timeout > agent.turn_timeout:
         text = f"{agent.tool_timeout:g} s of one call exceed agent.turn_timeout = {agent.turn_timeout:g}: lower it"
         problems.append(("agent.tool_timeout", text))
     return problems
-
-

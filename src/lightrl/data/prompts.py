@@ -56,14 +56,21 @@ class PromptSet:
         return digest.hexdigest()
 
 
-def load_prompts(config: DataConfig, tokenizer: Any, *, context_length: int, max_response_tokens: int) -> PromptSet:
-    """Read, render and tokenize `config.path`. Needs a tokenizer, no model.
+def load_prompts(
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    context_length: int,
+    max_response_tokens: int,
+    tools: Sequence[dict[str, Any]] = (),
+) -> PromptSet:
+    """Read, render and tokenize `config.path`; `tools` are every row's. Needs a tokenizer, no model.
 
     A prompt may have `context_length - max_response_tokens` tokens, or `config.max_prompt_tokens` if that is less.
     Raises DataError with `file:line`, for the first bad row and the number of others.
     """
     limit = _limit(config, context_length, max_response_tokens)
-    reader = RowReader(config, tokenizer)
+    reader = RowReader(config, tokenizer, tools)
     bad = BadRows()
     prompts: list[Prompt] = []
     paths = [config.path] if isinstance(config.path, str) else list(config.path)

@@ -18,7 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightrl.config.schema import SandboxConfig
 from lightrl.rewards.calls import in_thread
@@ -180,22 +180,20 @@ def _told(output: list[bytes], report: bytes, flooded: bool, late: bool, seconds
         kept.append(part[:left])
         left -= len(kept[-1])
     texts = [part.decode("utf-8", "replace") for part in kept]
-    told = {"kind": "timeout" if late else "killed", "code": None, "isolation": ""}
+    told: dict[str, Any] = {"kind": "timeout" if late else "killed", "code": None, "isolation": ""}
     with contextlib.suppress(ValueError):
         told |= json.loads(report)
+    code: int | None = told["code"]
     kind: Kind = "ok"
     if flooded:
-        kind = "output"
-    elif told["kind"] in ("timeout", "killed"):
-        kind = told["kind"]  # type: ignore[assignment]
-    elif told["code"] != 0:
-        lines = texts[1].rstrip().rpartition("\n")[2]
-        kind = "memory" if lines.startswith("MemoryError") else "killed" if told["code"] < 0 else "error"
-        if told["code"] == -signal.SIGXCPU:
-            kind = "timeout"
-    if kind == "ok" and not all(_is_text(part) for part in kept):
+        kind, code = "output", None
+    elif told["kind"] in ("timeout", "killed") or code == -signal.SIGXCPU:
+        kind, code = ("killed", code) if told["kind"] == "killed" else ("timeout", None)
+    elif code:
+        last = texts[1].rstrip().rpartition("\n")[2]
+        kind = "memory" if last.startswith("MemoryError") else "killed" if code < 0 else "error"
+    elif not all(_is_text(part) for part in kept):
         kind = "binary"
-    code = None if kind in ("timeout", "output") else told["code"]
     isolation = str(told["isolation"])
     return Ran(kind=kind, stdout=texts[0], stderr=texts[1], exit_code=code, seconds=seconds, isolation=isolation)
 
@@ -222,5 +220,3 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         if pipe is not None:
             with contextlib.suppress(OSError):
                 pipe.close()
-
-

@@ -22,6 +22,9 @@ class Scores(Protocol):
 
     async def score(self, samples: list[Sample]) -> None: ...
 
+    def count_failure(self, sample: Sample, error: Exception) -> None:
+        """Fail a sample whose environment raised, as one whose reward raised."""
+
 
 @dataclass(kw_only=True, eq=False)
 class Work:
@@ -31,6 +34,8 @@ class Work:
     prompt: Prompt
     answers: dict[int, Completion] = field(default_factory=dict)
     """Complete answers by their number. They outlive the engine that gave them."""
+    episodes: dict[int, Any] = field(default_factory=dict)
+    """The same of episodes, with an agent."""
     group: SampleGroup | None = None
     """Set once all answers are scored."""
     is_sampled: bool = False
@@ -63,11 +68,7 @@ class Sampler:
         if work.is_dropped:
             return None
         work.is_sampled = True
-        samples = [
-            _sample(work.prompt, work.group_index, i, work.answers[i], self.decode) for i in range(self.group_size)
-        ]
-        await self.scorer.score([s for s in samples if s.status is not Status.FAILED])
-        work.group = SampleGroup(prompt=work.prompt, group_index=work.group_index, samples=samples)
+        work.group = await self._group(work)
         return work.group
 
     def drop(self, work: Work) -> None:
@@ -92,6 +93,14 @@ class Sampler:
             work.answers |= {missing[place]: completion for place, completion in lost.finished.items()}
             raise
         work.answers |= dict(zip(missing, completions, strict=True))
+
+    async def _group(self, work: Work) -> SampleGroup:
+        """The answers as samples, scored."""
+        samples = [
+            _sample(work.prompt, work.group_index, i, work.answers[i], self.decode) for i in range(self.group_size)
+        ]
+        await self.scorer.score([s for s in samples if s.status is not Status.FAILED])
+        return SampleGroup(prompt=work.prompt, group_index=work.group_index, samples=samples)
 
     def _id(self, work: Work) -> str:
         return f"{self.stream}/{work.group_index}"
@@ -156,7 +165,7 @@ def _sample(
         tokens=prompt.tokens + completion.tokens,
         response_length=len(completion.tokens),
         response=decode(completion.tokens),
-        rollout_logprobs=completion.logprobs,
+        rollout_logprobs=list(completion.logprobs),
         rollout_top_ids=completion.top_ids or None,
         rollout_top_logprobs=completion.top_logprobs or None,
         policy_versions=completion.policy_versions,

@@ -14,7 +14,7 @@ from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.metrics import Tally, eval_metrics
 from lightrl.rewards import Scorer, check_labels
-from lightrl.rollout.collect import Sampler
+from lightrl.rollout.agent import Agent, sampler_of
 from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
 
@@ -33,20 +33,22 @@ def load_eval_sets(
     context_length: int,
     custom_reward: Callable[..., Any] | None,
     scorer: Scorer | None = None,
+    agent: Agent | None = None,
 ) -> list[EvalSet]:
     """Read every set; keys left out come from `[data]`, `[reward]` and `[rollout]`. Errors before any model loads.
 
     `scorer`, that of training, shares its workers with the sets'.
     """
-    sets = []
+    sets: list[EvalSet] = []
+    given = {} if agent is None else {"tools": agent.definitions}
     for spec in config.eval.sets:
         limit = spec.max_response_tokens or config.rollout.max_response_tokens
         data = set_data(config.data, spec)
-        prompts = load_prompts(data, tokenizer, context_length=context_length, max_response_tokens=limit)
+        prompts = load_prompts(data, tokenizer, context_length=context_length, max_response_tokens=limit, **given)
         reward = _reward_config(config.reward, spec)
         custom = custom_reward if spec.reward is None else None
         own_scorer = Scorer(reward, custom=custom, shared=scorer)
-        if custom is None:
+        if custom is None and not (agent is not None and agent.gives_reward):
             check_labels(prompts, reward)
         sampling = SamplingParams(
             max_new_tokens=limit,
@@ -91,6 +93,8 @@ def evaluate(
     ranks_per_engine: int = 1,
     on_restart: Callable[[int, str], None] = lambda count, why: None,
     restart: Callable[[], None] | None = None,
+    agent: Agent | None = None,
+    together: bool = True,
 ) -> dict[str, float]:
     """Metrics of all sets, equal on every rank. Prompts are dealt out over ranks; the weights are in the engine.
 
@@ -105,7 +109,10 @@ def evaluate(
         total = len(deal(world, prompts, ranks_per_engine)) * spec.samples_per_prompt
         with console.progress(f"evaluating {spec.name}", total=total) as bar:
             groups = Collection(
-                sampler=Sampler(
+                sampler=sampler_of(
+                    agent,
+                    together=together,
+                    final_only=True,
                     engine=engine,
                     sampling=eval_set.sampling,
                     group_size=spec.samples_per_prompt,
