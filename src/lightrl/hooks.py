@@ -24,7 +24,8 @@ _DYNAMIC = {"exec", "globals", "locals", "vars"}
 def load(path: str, key: str, *, arguments: int | None = 1) -> Callable[..., Any]:
     """Import `package.module:function`. The working directory is importable.
 
-    With `arguments = None` it may take any. `key` is the config key the path came from. Raises UserError when it cannot be imported or is not callable.
+    With `arguments = None` it may take any. `key` is the config key the path came from. Raises UserError when it cannot
+    be imported or is not callable.
     """
     module_name, _, name = path.partition(":")
     if not _well_formed(path):

@@ -44,8 +44,10 @@ def main() -> None:
     report = os.dup(int(sys.argv[1]))
     os.close(int(sys.argv[1]))
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     if libc is not None:
-        libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         libc.prctl(_SUBREAPER, 1, 0, 0, 0)
     if os.getppid() != request["host"]:  # it died before the line above
         os._exit(1)
@@ -56,6 +58,7 @@ def main() -> None:
     if child == 0:
         try:
             os.close(report)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if libc is not None:
                 libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if isolated:
@@ -63,8 +66,6 @@ def main() -> None:
             _run(libc, request, user, isolated)
         finally:
             os._exit(1)
-    stopped: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     most = request["processes"] + 1 if not isolated and user is None and os.geteuid() == 0 else None
     state = _wait(child, deadline, stopped, most)
     if isolated:
@@ -75,7 +76,8 @@ def main() -> None:
     else:
         _end_descendants(child)
     told = {"kind": "timeout" if state is None else "exit", "code": None if state is None else _exit_code(state)}
-    os.write(report, json.dumps(told | {"isolation": _isolation(libc, isolated)}).encode())
+    with contextlib.suppress(BrokenPipeError):  # the host is gone
+        os.write(report, json.dumps(told | {"isolation": _isolation(libc, isolated)}).encode())
     os._exit(0)
 
 
@@ -242,7 +244,7 @@ def _refuse_calls(libc: Any, above: int) -> bool:
     if machine not in _MACHINES:
         return False
     allow, refuse = 0x7FFF0000, 0x00050000 | 1  # EPERM
-    # (code, jump if true, jump if false, value); offsets in seccomp_data: call 0, machine 4, first argument's low word 16
+    # (code, jump if true, jump if false, value); offsets: call 0, machine 4, low word of the first argument 16
     load, equal, answer = 0x20, 0x15, 0x06
     body: list[tuple[int, int, int, int]] = []
     for number in _REFUSED[machine]:

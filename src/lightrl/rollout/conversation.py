@@ -45,6 +45,8 @@ class ChatTemplate:
         self._kwargs = {k: v for k, v in (kwargs or {}).items() if k not in dropped}
         self.end_ids = frozenset(end_ids)
         self._added = {str(token): int(i) for i, token in tokenizer.added_tokens_decoder.items()}
+        special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special and len(str(t)) > 1]
+        self._special = sorted(special, key=len, reverse=True)
         # Tokens that the template puts after an answer, by whether they only end it: GLM's name the next speaker.
         last, between = self._closing([]), self._closing([_QUESTION])
         self._closings = tuple(dict.fromkeys(t for t in (last, between) if t is not None))
@@ -83,6 +85,16 @@ class ChatTemplate:
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Ids as text; with `special`, special tokens too."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+    def harmless(self, text: str) -> str:
+        """A text that holds no special token: what a tool printed must not end its message, or begin another.
+
+        An invisible space (U+200B) goes behind the first character of each that is spelt out in it.
+        """
+        for token in self._special:
+            if token in text:
+                text = text.replace(token, f"{token[:1]}\u200b{token[1:]}")
+        return text
 
     def clipped(self, text: str, limit: int) -> str:
         """A text of at most about `limit` tokens: a longer one loses its middle."""

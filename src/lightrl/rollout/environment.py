@@ -56,9 +56,9 @@ class Environment(Protocol):
     """One instance an episode, made by `Class(**agent.options)`. Methods may be async, or plain: then they run in a
     thread, so that they never block what generates.
 
-    A class that takes `tools` gets the ToolBox of `agent.tools`, one that takes `seed` a number that is the same for all
-    episodes of a group. With a class attribute `gives_reward = True` no reward is configured: what `step` gave is it,
-    0 if it gave none. `close()`, if there is one, is called at the end, whatever happened.
+    A class that takes `tools` gets the ToolBox of `agent.tools`, one that takes `seed` a number that is the same for
+    all episodes of a group. With a class attribute `gives_reward = True` no reward is configured: what `step` gave is
+    it, 0 if it gave none. `close()`, if there is one, is called at the end, whatever happened.
     """
 
     def reset(self, prompt: Prompt) -> Any:

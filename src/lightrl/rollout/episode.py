@@ -125,8 +125,9 @@ class Conversation:
         episode = self.episode
         limit = episode.limits.max_observation_tokens
         told = [_checked(message) for message in messages]
-        told = [m | {"content": episode.template.clipped(m["content"], limit)} for m in told]
-        given = episode.template.between(*self._last, told, episode.sampling.stop)
+        template = episode.template
+        told = [m | {"content": template.clipped(template.harmless(m["content"]), limit)} for m in told]
+        given = template.between(*self._last, told, episode.sampling.stop)
         if not told or len(given) >= self.tokens_left:
             self.why = "context" if told else self.why
             return False
@@ -183,7 +184,7 @@ class Conversation:
         )
 
     def _metadata(self) -> dict[str, Any]:
-        said = self.messages[len(self.prompt.messages or [None]) :]
+        said = self.messages[len(self.prompt.messages or [{}]) :]
         found: dict[str, Any] = {"episode": self.episode.number, "turns": self.turns, "messages": said}
         found |= {"tool_calls": self.tool_calls, "given_tokens": self._given}
         if self.tool_failures:
