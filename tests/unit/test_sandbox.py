@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -45,6 +45,14 @@ def processes() -> list[int]:
         if any(str(sandbox_module._CHILD) == word for word in process.info["cmdline"] or ()):
             found.append(process.info["pid"])
     return found
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    for _ in range(300):
+        if holds():
+            return
+        time.sleep(0.03)
+    pytest.fail(f"processes of the sandbox: {processes()}")
 
 
 @pytest.fixture(params=[True, False], ids=["namespaces", "without"])
@@ -129,8 +137,7 @@ def test_running_code_ends_with_the_sandbox() -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    while not processes():
-        time.sleep(0.01)
+    wait_for(lambda: bool(processes()))
     sandbox.close()
     thread.join(30)
     assert [r.kind for r in found] == ["timeout"] or [r.kind for r in found] == ["killed"]
@@ -144,18 +151,13 @@ def test_running_code_ends_with_the_trainer(namespaces: bool) -> None:
     """The process that started it is killed: nothing is left to end it but the kernel."""
     host = os.fork()
     if host == 0:
-        code = "import os\nos.fork()\nos.setsid()\nos.fork()\nwhile True: pass"
+        code = "import os\nif os.fork() == 0:\n    os.setsid()\n    os.fork()\nwhile True: pass"
         Sandbox(SandboxConfig(timeout=60.0), namespaces=namespaces).run_sync(code)
         os._exit(0)
-    while len(processes()) < 5:
-        time.sleep(0.01)
+    wait_for(lambda: len(processes()) >= 4)
     os.kill(host, 9)
     os.waitpid(host, 0)
-    for _ in range(500):
-        if not processes():
-            return
-        time.sleep(0.01)
-    pytest.fail(f"left behind: {processes()}")
+    wait_for(lambda: not processes())
 
 
 def test_many_at_once() -> None:

@@ -185,7 +185,7 @@ def definition_of(function: Callable[..., Any]) -> Definition:
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ValueError(f"{name}: {parameter.name} is positional only, and arguments are given by name")
-        properties[parameter.name] = _schema(hints.get(parameter.name, str), f"{name}: {parameter.name}")
+        properties[parameter.name] = _schema(hints.get(parameter.name), f"{name}: {parameter.name}")
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required}
