@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from typing import Any
@@ -107,13 +108,13 @@ class Crew:
 
 def said_of(agent: Any, sample: Sample) -> str:
     """The response with what was sampled between « and »."""
-    text, inside = "", 0
-    for token, sampled in zip(sample.response_tokens, sample.mask, strict=True):
-        text += ("«" if sampled > inside else "»" if sampled < inside else "") + agent.template.text(
-            [token], special=True
-        )
-        inside = sampled
-    return text + "»" * inside
+    text = ""
+    for sampled, run in itertools.groupby(
+        zip(sample.mask, sample.response_tokens, strict=True), key=lambda pair: pair[0]
+    ):
+        written = agent.template.text([token for _, token in run], special=True)
+        text += f"«{written}»" if sampled else written
+    return text
 
 
 def test_turns_and_masks_by_hand() -> None:
@@ -163,11 +164,11 @@ def test_tools_are_called_until_there_is_no_call() -> None:
     agent = make_agent(templates.TOOLS, tools=["test_agent:add"], parser="hermes")
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     bad = '<tool_call>{"name": "sub"}</tool_call>'
-    (group,) = play(agent, lambda said, seed: "it is 5" if "tool\n5" in said else call + bad, group_size=1)
+    (group,) = play(agent, lambda said, seed: "it is 5" if "tool\n5" in said else call + bad, group_size=1, tokens=500)
     (sample,) = group.samples
     assert said_of(agent, sample) == (
-        f"«{call}{bad}<|im_end|>»\n<|im_start|>tool\n5<|im_end|>\n"
-        "<|im_start|>tool\nError: no tool 'sub'; there are: add<|im_end|>\n<|im_start|>assistant\n«it is 5<|im_end|>»"
+        f"«{call}{bad}<|im_end|>»\n<|im_start|>tool\n5\n\n"
+        "Error: no tool 'sub'; there are: add<|im_end|>\n<|im_start|>assistant\n«it is 5<|im_end|>»"
     )
     assert sample.reward == len("it is 5")  # graded by what it says at the end, not by what a tool printed
     assert (sample.metadata["tool_calls"], sample.metadata["tool_failures"]) == (2, {"unknown": 1})
@@ -197,9 +198,9 @@ def test_length_cuts_a_turn() -> None:
 
 
 def test_room_for_tokens() -> None:
-    """40 tokens: a turn of 3, 58 given ones do not fit; 8 do, and cut the second turn."""
+    """What is told takes 25 tokens: beside a turn of 3, 28 leave none for an answer; 80 cut the second turn."""
     agent = make_agent(environment="test_agent:Echo")
-    (group,) = play(agent, lambda said, seed: "no", group_size=1, tokens=40)
+    (group,) = play(agent, lambda said, seed: "no", group_size=1, tokens=28)
     (sample,) = group.samples
     assert said_of(agent, sample) == "«no<|im_end|>»"
     assert (sample.status, sample.metadata["cut_by"]) == (Status.TRUNCATED, "context")
@@ -212,10 +213,10 @@ def test_room_for_tokens() -> None:
 
 
 def test_the_models_context() -> None:
-    agent = make_agent(environment="test_agent:Echo", context_length=100)
+    agent = make_agent(environment="test_agent:Echo", context_length=50)
     (group,) = play(agent, lambda said, seed: "no", group_size=1, tokens=4000)
     (sample,) = group.samples
-    assert len(sample.tokens) <= 100
+    assert len(sample.tokens) <= 50
     assert sample.metadata["cut_by"] == "context"
     agent.close()
     agent = make_agent(environment="test_agent:Echo", context_length=10)
@@ -333,7 +334,9 @@ def test_branches_and_agents() -> None:
     assert selector.prompt.text == "<|im_start|>user\nwhich?<|im_end|>\n<|im_start|>assistant\n"
     set_advantages([group], Advantages.load(load_config().algorithm, 100))
     assert [s.advantage for s in group.samples if s.metadata["agent"] == "selector"] == [0.0, 0.0]
-    assert sum(float(s.advantage) for s in group.samples if s.metadata["agent"] == "solver") == pytest.approx(0)
+    assert sum(float(s.advantage) for s in group.samples if s.metadata["agent"] == "solver") == pytest.approx(
+        0, abs=1e-6
+    )
     metrics = agent_metrics([group]).result()
     assert (metrics["agent/episodes"], metrics["agent/turns"], metrics["agent/conversations"]) == (2, 5, 5)
     (group,) = play(agent, lambda said, seed: "sure", final_only=True)
@@ -421,7 +424,7 @@ def test_dropped_groups_end_at_once(together: bool) -> None:
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
-        ({"tools": ["pyton"]}, "agent.tools.0: no tool 'pyton': did you mean 'python'?"),
+        ({"tools": ["pyton"]}, "agent.tools[0]: no tool 'pyton': did you mean 'python'?"),
         ({"tools": ["python", "python"]}, "agent.tools: a tool is listed twice"),
         ({"tools": ["python"], "parser": "hermse"}, "agent.parser: no parser 'hermse': did you mean 'hermes'?"),
         ({"tools": ["search"]}, "agent.search_corpus: not set; the tool 'search' needs a jsonl file"),

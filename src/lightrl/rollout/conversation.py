@@ -130,7 +130,14 @@ class ChatTemplate:
     def _after_call(self, messages: Sequence[Message], stand_in: str) -> str:
         """For templates that write a result only after its call: what follows the call, whose own words are cut."""
         answer: Message = {"role": "assistant", "content": stand_in, "tool_calls": _CALL}
-        written = self._render([_QUESTION, answer, *messages], None, open_turn=True).rpartition(stand_in)[2]
+        try:
+            written = self._render([_QUESTION, answer, *messages], None, open_turn=True)
+        except TemplateError:  # one result, as one call has been made: several are told as one
+            if len(messages) < 2 or any(m["role"] != "tool" for m in messages):
+                raise
+            whole = {**messages[0], "content": "\n\n".join(m["content"] for m in messages)}
+            written = self._render([_QUESTION, answer, whole], None, open_turn=True)
+        written = written.rpartition(stand_in)[2]
         places = [place for closing in self._closings if (place := written.find(closing)) >= 0]
         if not places:
             raise TemplateError("the chat template writes nothing that ends a call before its result")
