@@ -1,7 +1,4 @@
-"""A tiny environment: the model guesses a number and is told higher or lower.
-
-torchrun --nproc-per-node 2 -m lightrl train examples/guess/run.toml     # from the repository's root
-"""
+"""A tiny environment: the model guesses a number and is told higher or lower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes in a whole run, in miniature: repeats, resumes, dumps, a dead engine; and the gradient of what was sampled."""
+"""Episodes in a whole run, in miniature: repeats, resumes, dumps, a dead engine; the gradient of what was sampled."""
 
 from __future__ import annotations
 

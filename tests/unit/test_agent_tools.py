@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -86,7 +86,7 @@ def test_sglangs_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
         load_parser(config, [])
 
     class FunctionCallParser:
-        ToolCallParserEnum = {"qwen25": None, "llama3": None}
+        ToolCallParserEnum: ClassVar[dict[str, None]] = {"qwen25": None, "llama3": None}
 
         def __init__(self, tools: list[Any], tool_call_parser: str) -> None:
             if tool_call_parser not in self.ToolCallParserEnum:

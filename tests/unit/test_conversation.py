@@ -1,4 +1,4 @@
-"""Token in, token out (M1, M2, M3): what stands between turns, for every kind of chat template; sampled: « », by hand."""
+"""Token in, token out (M1, M2, M3): what stands between turns, for every kind of template; sampled: « », by hand."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CASES: dict[str, tuple[str, str, list[dict[str, str]], str]] = {
     ),
     "stopped_by_a_string": (
         templates.CHATML, "yes STOP", USER,
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«yes STOP»<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n"
-        "<|im_start|>assistant\n",
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«yes STOP»<|im_end|>\n<|im_start|>user\nand?"
+        "<|im_end|>\n<|im_start|>assistant\n",
     ),
     "default_system_is_not_said_again": (
         templates.DEFAULT_SYSTEM, "yes<|im_end|>", USER,
@@ -165,7 +165,7 @@ def test_templates_that_cannot_write_what_is_needed() -> None:
     with pytest.raises(TemplateError, match="leaves out messages of the role 'tool': do so"):
         made(silent, roles=["user", "tool"], remedy=": do so")
     made(silent, roles=["user"])
-    with pytest.raises(TemplateError, match="the chat template failed: .*roles only"):
+    with pytest.raises(TemplateError, match=r"the chat template failed: .*roles only"):
         made("{{ raise_exception('roles only') }}")
 
 

@@ -59,6 +59,7 @@ RULES = {
     "engine.sglang_copies": "torch |",
     "engine.sglang_derived": "torch |",
     "rollout": f"torch {SECTION} lightrl.engine.base lightrl.distributed lightrl.rewards lightrl.data lightrl.hooks |",
+    "rollout.tools.parsers": f"{SECTION} | sglang",
     "training": f"torch transformers safetensors numpy {LIBRARY} | lightrl.engine filelock",
 }
 # torchrun's variables; SGLang's; its servers' key; who prints an error before torch is there; OMP_WAIT_POLICY.

@@ -64,7 +64,8 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 
 def test_code_runs(sandbox: Sandbox) -> None:
-    code = "import os, sys\nx = sys.stdin.read()\nprint(x, sorted(os.environ), os.listdir('.'))\nprint('e', file=sys.stderr)"
+    code = "import os, sys\nx = sys.stdin.read()\nprint(x, sorted(os.environ), os.listdir('.'))"
+    code += "\nprint('e', file=sys.stderr)"
     ran = sandbox.run_sync(code, stdin="in")
     assert (ran.kind, ran.exit_code, ran.stderr) == ("ok", 0, "e\n")
     assert ran.stdout in ("in [] []\n", "in ['LC_CTYPE'] []\n")  # Python's own, where the locale is C's
