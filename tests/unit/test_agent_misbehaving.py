@@ -1,4 +1,4 @@
-"""Episodes whose code hangs, floods, forks, raises, prints bytes: each ends within its limits, is counted, leaves nothing.
+"""Episodes whose code hangs, floods, forks, raises, prints bytes: each ends within limits, is counted, leaves nothing.
 
 All thousand of them: `PYTHONPATH=src:tests python tests/unit/test_agent_misbehaving.py 1000`.
 """
@@ -19,7 +19,14 @@ from lightrl.observe.metrics import agent_metrics
 from lightrl.rewards import sandbox
 from lightrl.types import Sample, Status
 
-ORPHANS = "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(600)\nprint('ok')"
+ORPHANS = """
+import os, time
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(600)
+print("ok")
+"""
 CODES: dict[str, tuple[str, set[str]]] = {
     "fine": ("print('ok')", set()),
     "hangs": ("while True: pass", {"timeout"}),
