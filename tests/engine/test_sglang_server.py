@@ -276,6 +276,15 @@ def test_key(model: torch.nn.Module, checkpoint: Path, fake: FakeSGLang, monkeyp
 # ---- weights
 
 
+def test_nccl_of_another_kind_is_refused(
+    engine: SGLangServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    monkeypatch.setattr(engine, "_sync", SyncConfig(transport="nccl"))
+    with pytest.raises(UserError, match=r"sync\.transport = 'nccl': .*broadcasts_to_servers=True"):
+        engine._make_transport(torch.device("cuda", 0), tmp_path)
+
+
 def test_disk_sync_is_bitwise(model: torch.nn.Module, checkpoint: Path, fake: FakeSGLang) -> None:
     """float32 masters arrive as the engine's bfloat16, in several files, and only the last sync is kept."""
     left_over = checkpoint / "sync" / "weights_000009"

@@ -106,6 +106,11 @@ class SGLangServers:
                 shard_bytes=sync.bucket_mib << 20,
                 timeout=sync.timeout,
             )
+        if device.type == "cuda" and "NCCL_CUMEM_ENABLE" not in os.environ:
+            raise UserError(
+                "sync.transport = 'nccl': NCCL was started otherwise than in SGLang's servers: make the process group "
+                "with init_world(…, broadcasts_to_servers=True), or set NCCL_CUMEM_ENABLE=0 before"
+            )
         return BroadcastSync(
             self._servers,
             layout,

@@ -66,6 +66,7 @@ class Trainer:
             parallel.timeout,
             parallel.expert_parallel,
             parallel.context_parallel,
+            broadcasts_to_servers=config.engine.kind == "sglang_server" and config.sync.transport == "nccl",
         )
         self.console = Console(config.log, enabled=self.world.is_main)
         self.run_dir = Path(config.run.dir).expanduser()
