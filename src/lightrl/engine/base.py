@@ -65,7 +65,7 @@ class Completion:
     top_logprobs: list[list[float]] = field(default_factory=list)
     """… and their log-probs, of the tempered distribution."""
     routing: Tensor | None = None
-    """With `SamplingParams.return_routing`: the experts chosen, as `Sample.rollout_routing` has them. None for an answer
+    """With `SamplingParams.return_routing`: the experts chosen, as `Sample.rollout_routing` has them. None for answers
     without tokens."""
 
 
