@@ -286,8 +286,8 @@ def force(stock: torch.nn.Module, family: str, records: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_5_moe_text"])
 def test_another_routing_equals_a_plain_implementation(family: str) -> None:
-    """Random experts: log-probs, entropies and all gradients, routers' own included. With prompts shared; and each alone,
-    with blocks that are computed again."""
+    """Random experts: log-probs, entropies and all gradients, routers' own included. With prompts shared; and each
+    sample alone, in blocks that are computed again."""
     stock, model = build(family)
     registry.prepare_packed(model)
     shape = shape_of(model)
