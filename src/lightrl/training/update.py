@@ -53,7 +53,7 @@ def update(
     norm, stepped = optimizer_step(optimizer, schedule, policy.parameters(), max_grad_norm)
     for record, replay in records:  # reads numbers off the device, which would otherwise wait for the host in between
         record.write(tally)
-        if replay is not None:
+        if replay is not None and record.batch.sample_keys:
             update_metrics(replay, record.batch, correction, tally)
     return UpdateResult(grad_norm=norm, stepped=stepped, lr=lr)
 
