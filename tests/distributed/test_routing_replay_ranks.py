@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 TWO: dict[str, dict[str, Any]] = {
     "engine": {},
     "engine_alone": {"expert_parallel": 2},
-    "trainer": {"expert_parallel": 2},
+    "trainer": {"expert_parallel": 2, "context_parallel": 2},
     "long_rows": {"context_parallel": 2},
 }
 

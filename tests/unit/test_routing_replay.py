@@ -193,6 +193,11 @@ def test_what_an_engine_gave_is_checked() -> None:
     shape = RoutingShape(layers=(1,), num_layers=2, top_k=2, num_experts=8)
     (unit,) = with_routing(one_unit()[0], shape)
     replaying.check_samples(unit, shape)
+    unit[0].rollout_routing[3, 0, 1] = 255
+    replaying.check_samples(unit, shape)
+    unit[0].rollout_routing[3, 0, 0] = 8
+    with pytest.raises(RuntimeError, match="sample 1/0: the engine chose an expert beyond the policy's 8"):
+        replaying.check_samples(unit, shape)
     unit[0].rollout_routing = unit[0].rollout_routing[:, :, :1]
     with pytest.raises(
         RuntimeError, match=r"sample 1/0: the engine's choices are \[40, 1, 1\] of torch.uint8, the train"

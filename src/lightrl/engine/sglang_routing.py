@@ -27,7 +27,7 @@ def routing_of(
     if shape is None:
         raise RuntimeError(f"{where}: asks for routing, which the engine was not started for")
     whole = torch.full((rows, len(shape.layers), shape.top_k), -1, dtype=torch.int16)
-    if sent is None:
+    if sent is None or not sent[1]:
         if aborted:
             return shape.compact(whole)
         raise RuntimeError(f"{where}: SGLang returned no routed experts: is it run with enable_return_routed_experts?")

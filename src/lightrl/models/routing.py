@@ -42,10 +42,9 @@ class RoutingShape:
         found = [(name, m) for name, m in model.named_modules() if _is_router(m)]
         if not found:
             return None
-        numbers = [re.search(r"(?:^|\.)layers\.(\d+)\.", name) for name, _ in found]
         router: Any = found[0][1]
         return cls(
-            layers=tuple(int(number[1]) for number in numbers if number is not None),
+            layers=tuple(_block_of(name) for name, _ in found),
             num_layers=num_layers,
             top_k=int(router.top_k),
             num_experts=int(router.weight.shape[0]),
@@ -54,6 +53,14 @@ class RoutingShape:
     def compact(self, experts: Tensor) -> Tensor:
         """Numbers of experts, -1 for "not recorded", in `dtype`."""
         return experts.masked_fill(experts < 0, NOT_RECORDED[self.dtype]).to(self.dtype)
+
+
+def _block_of(name: str) -> int:
+    """Number of the decoder block that a module is in."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    if found is None:
+        raise ValueError(f"{name} is in no decoder block")
+    return int(found[1])
 
 
 def routers(model: nn.Module) -> list[nn.Module]:

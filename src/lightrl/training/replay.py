@@ -18,7 +18,7 @@ from lightrl.models.routing import Recorder, Replay, RoutingShape
 from lightrl.observe.metrics import Tally
 from lightrl.training.packing import TrainSample
 from lightrl.training.policy import Policy
-from lightrl.types import Microbatch, RoutingRecord
+from lightrl.types import NOT_RECORDED, Microbatch, RoutingRecord
 
 KEY = "correction.routing_replay"
 
@@ -45,6 +45,9 @@ def check_samples(samples: Sequence[TrainSample], shape: RoutingShape | None) ->
                 f"{where}: the engine's choices are {list(record.shape)} of {record.dtype}, the trainer makes "
                 f"{list(expected)} of {shape.dtype}"
             )
+        known = record != NOT_RECORDED[record.dtype]
+        if bool((known & (record >= shape.num_experts)).any()):
+            raise RuntimeError(f"{where}: the engine chose an expert beyond the policy's {shape.num_experts}")
 
 
 def old_logprobs(
