@@ -506,3 +506,10 @@ def test_a_dense_model_is_refused_before_it_is_loaded(tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match=r"^correction.routing_replay: model.path = .*model \(llama\) has no experts"):
         Trainer(config)
     close_world()
+
+
+def test_a_model_that_runs_by_its_own_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "is_own_code", lambda model: False)
+    with pytest.raises(UserError, match=r"^correction.routing_replay: Qwen3MoeForCausalLM runs by its own code"):
+        trainer_of(tmp_path, "rollout")
+    close_world()
