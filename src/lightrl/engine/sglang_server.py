@@ -200,6 +200,8 @@ class SGLangServers:
         }
         if sampling.top_logprobs:
             body["top_logprobs_num"] = sampling.top_logprobs
+        if sampling.return_routing:
+            body["return_routed_experts"] = True
         if truncated:  # plain log-probs are of the whole distribution
             body["return_sampling_mask"] = True
         timeout = self._config.request_timeout
