@@ -24,10 +24,10 @@ from lightrl.distributed.mesh import World, consecutive_group
 from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError, end
-from lightrl.models import load
+from lightrl.models import load, lora
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.critic import Critic, critic_model
-from lightrl.training.policy import Policy
+from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.types import Prompt
 
 _BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations
@@ -49,6 +49,8 @@ def check(config: Config) -> None:
             problems.append((f"model.{key}", fault))
     if config.critic.path and (fault := model_fault(config.critic.path)) is not None:
         problems.append(("critic.path", fault))
+    if config.lora.rank and (fault := lora.missing()) is not None:
+        problems.append(("lora.rank", fault))
     if "wandb" in config.log.trackers and find_spec("wandb") is None:
         problems.append(("log.trackers", "wandb is not installed: pip install wandb, or take 'wandb' out"))
     if problems:
@@ -165,18 +167,25 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
         load.load_value_config(folder, model.trust_remote_code)
 
 
-def load_reference(config: Config, world: World) -> Policy | None:
-    """The frozen reference, when the KL has a weight."""
+def load_policy(config: Config, world: World) -> Policy:
+    """What is trained: all weights, or with `lora.rank` adapters."""
+    return Policy.load(config.model, world, adapters=config.lora if config.lora.rank else None)
+
+
+def load_reference(config: Config, world: World, policy: Policy) -> Policy | AdaptersOff | None:
+    """The frozen reference, when the KL has a weight; the policy itself without its adapters, if that is its start."""
     if config.algorithm.kl_coef == 0:
         return None
     model = config.model
     if model.reference_path is not None:
         model = replace(model, path=model.reference_path, revision=None)
+    elif policy.adapters is not None:
+        return AdaptersOff(policy)
     return Policy.load(model, world, frozen=True)
 
 
 def training_state(
-    config: ParallelConfig, policy: Policy, reference: Policy | None, optimizer: Any, critic: Critic | None = None
+    config: ParallelConfig, policy: Policy, reference: Policy | AdaptersOff | None, optimizer: Any, critic: Critic | None = None
 ) -> TrainingState:
     """What may leave the GPU while engines generate: policy and critic with their optimizers, and the reference."""
     modules = nn.ModuleList(part.module for part in (policy, reference, critic) if part is not None)
@@ -232,6 +241,7 @@ def build_engine(
         max_prefill_tokens=config.max_prefill_tokens,
         context_length=context_length,
         trust_remote_code=trust_remote_code,
+        adapters=policy.adapters if policy.adapters is not None and policy.adapters.lent else None,
     )
 
 
