@@ -30,8 +30,8 @@ class LoraConfig:
     """Linear layers that get adapters, by name, such as `["q_proj", "v_proj"]`; `all-linear`: all in the blocks, but
     for experts and routers."""
     sync: Literal["merged", "adapter"] | None = None
-    """How the engine gets them: `merged` into copies of the weights, or the `adapter` as it is, beside the trainer's own
-    weights. Default: `adapter` for the embedded engine, `merged` for SGLang, which takes no other."""
+    """How the engine gets them: `merged` into copies of the weights, or each `adapter` as it is, beside the trainer's
+    own weights. Default: `adapter` for the embedded engine, `merged` for SGLang, which takes no other."""
 
     @property
     def targets(self) -> list[str] | None:

@@ -23,8 +23,8 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 class HostedModel:
     """A causal LM on the meta device until `load` gives it weights; buffers that are not weights are real at once.
 
-    Names are those of the module's `state_dict`, as its checkpoint has them (`wrappers.clean_name`). With `adapters` the
-    low-rank adapters are among them. Raises UserError for a model that keeps more state between tokens than
+    Names are those of the module's `state_dict`, as its checkpoint has them (`wrappers.clean_name`). With `adapters`
+    those of low-rank adapters are among them. Raises UserError for a model that keeps more state between tokens than
     keys and values.
     """
 

@@ -33,7 +33,8 @@ class TransformersEngine:
 
     `model_config` is the configuration of a Hugging Face causal LM; weights come by `load_weights` only. `decode` (a
     tokenizer, or a function from ids to text) is needed for stop strings only. `dtype` is that of copied weights; lent
-    ones are used as they are. With `adapters`, weights and adapters come apart. Raises UserError for a model type it cannot run.
+    ones are used as they are. With `adapters`, weights and adapters come apart. Raises UserError for a model type it
+    cannot run.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from lightrl.wrappers import clean_name, is_adapter
 
 ADAPTER = "default"
 """peft's name of the one adapter that a layer has."""
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Settings(Protocol):
@@ -92,12 +93,15 @@ def _targets(model: Any, wanted: list[str] | None) -> list[str]:
 
 def _linear_layers(model: Any) -> set[str]:
     """Those whose own forward computes with their weight: not the head, which the log-prob kernels read, nor a router
-    whose forward is exchanged. Experts fused into one tensor are no layers at all."""
-    head = model.get_output_embeddings()
+    whose forward is exchanged. Experts fused into one tensor are no layers at all; and beside them MLPs go without, as
+    peft takes the names of their layers for those of the experts, in files too."""
+    head, named = model.get_output_embeddings(), dict(model.named_modules())
+    mixture = any(hasattr(module, "experts") for module in named.values())
     return {
         name
-        for name, module in model.named_modules()
+        for name, module in named.items()
         if type(module) is nn.Linear and module is not head and not hasattr(module, "choices")
+        if not (mixture and _end(name) in _OF_EXPERTS)
     }
 
 

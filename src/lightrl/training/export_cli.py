@@ -35,9 +35,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 _PREFIXES = ("model.model.", "model.")
 
 
-def export_run(
-    source: Path, out: Path, dtype: str = "auto", *, critic: bool = False, adapter: bool = False
-) -> Path:
+def export_run(source: Path, out: Path, dtype: str = "auto", *, critic: bool = False, adapter: bool = False) -> Path:
     """Export a run folder's newest checkpoint, or one checkpoint folder, to `out`; returns the checkpoint taken.
 
     The policy, with its adapters merged, or the `critic` as a sequence classifier of one label, or the `adapter` alone.
@@ -91,9 +89,7 @@ def export_run(
     return folder
 
 
-def _export_adapted(
-    run: Config, folder: Path, tensors: Mapping[str, Any], out: Path, dtype: str, alone: bool
-) -> None:
+def _export_adapted(run: Config, folder: Path, tensors: Mapping[str, Any], out: Path, dtype: str, alone: bool) -> None:
     """The adapters of a checkpoint, `alone` or merged into the model that they belong to."""
     if fault := lora.missing():
         raise UserError(f"lora.rank: {fault}")
@@ -106,7 +102,6 @@ def _export_adapted(
     if not alone:
         model.to_empty(device="cpu")
         load_weights(model, original, trust_remote_code=run.model.trust_remote_code)
-
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         stored = next((p + name for p in _PREFIXES if p + name in tensors), None)

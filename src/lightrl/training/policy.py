@@ -185,9 +185,7 @@ class Policy:
         """Planned once: a mixture of experts has tens of thousands of names."""
         names = [*kept_names(self.model), *adapter_tensors(self.model)]
         groups: Groups = fsdp.WholeTensors.of(self.module, self.model, self.compute_dtype, names)
-        return StoredTensors(
-            self.model, groups if self.adapters is None else lora.MergedGroups(groups, self._merge)
-        )
+        return StoredTensors(self.model, groups if self.adapters is None else lora.MergedGroups(groups, self._merge))
 
     @property
     def _merge(self) -> lora.Merge:

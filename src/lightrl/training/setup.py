@@ -185,7 +185,11 @@ def load_reference(config: Config, world: World, policy: Policy) -> Policy | Ada
 
 
 def training_state(
-    config: ParallelConfig, policy: Policy, reference: Policy | AdaptersOff | None, optimizer: Any, critic: Critic | None = None
+    config: ParallelConfig,
+    policy: Policy,
+    reference: Policy | AdaptersOff | None,
+    optimizer: Any,
+    critic: Critic | None = None,
 ) -> TrainingState:
     """What may leave the GPU while engines generate: policy and critic with their optimizers, and the reference."""
     modules = nn.ModuleList(part.module for part in (policy, reference, critic) if part is not None)
