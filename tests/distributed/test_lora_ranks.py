@@ -26,6 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def run_case(models: Path, out: Path, case: dict[str, Any], spread: bool) -> dict[str, Tensor]:
     """An update's gradients, then everything that leaves the policy after it; exports go to `out`."""
+    from lora_values import set_values
+
     from lightrl.config.schema import AlgorithmConfig, CheckpointConfig, LoraConfig, ModelConfig, OptimConfig
     from lightrl.distributed.mesh import init_world
     from lightrl.models.export import export_hf
@@ -41,7 +43,6 @@ def run_case(models: Path, out: Path, case: dict[str, Any], spread: bool) -> dic
     from lightrl.training.policy import AdaptersOff, Policy
     from lightrl.training.update import update
     from lightrl.wrappers import clean_name
-    from lora_values import set_values
 
     placed = {k: case[k] for k in ("shard_size", "expert_parallel") if spread and k in case}
     world = init_world("cpu", placed.pop("shard_size", None), **placed)
@@ -98,6 +99,13 @@ def run_case(models: Path, out: Path, case: dict[str, Any], spread: bool) -> dic
     return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
 
 
+def assert_close(mine: Tensor, expected: Tensor, what: str, *, case: dict[str, Any], exact: bool = False) -> None:
+    atol, rtol = (5e-3, 0.05) if "compute_dtype" in case else (1e-5, 1e-4)
+    if exact:
+        atol = rtol = 0.0
+    torch.testing.assert_close(mine, expected, atol=atol, rtol=rtol, msg=lambda text: f"{what}: {text}")
+
+
 def run_cases(folder: str) -> None:
     """On each of two ranks: all that a single process has, and its checkpoint read by both."""
     from safetensors.torch import load_file
@@ -107,14 +115,7 @@ def run_cases(folder: str) -> None:
         expected = load_file(Path(folder, f"{name}.safetensors"))
         assert found.keys() == expected.keys(), (name, found.keys() ^ expected.keys())
         for key, tensor in expected.items():
-            exact = key.startswith("start.")
-            coarse = case.get("compute_dtype") == "bfloat16"
-            tolerance = (
-                {"atol": 0, "rtol": 0}
-                if exact
-                else {"atol": 2e-3 if coarse else 2e-6, "rtol": 0.05 if coarse else 1e-4}
-            )
-            torch.testing.assert_close(found[key], tensor, **tolerance, msg=lambda m, k=key: f"{name}: {k}: {m}")
+            assert_close(found[key], tensor, f"{name}: {key}", exact=key.startswith("start."), case=case)
     torch.distributed.destroy_process_group()
 
 
@@ -142,8 +143,7 @@ def test_two_ranks_equal_one(tmp_path, run_distributed):
             one, two = (load_file(tmp_path / f"{name}_{ranks}" / file) for ranks in ("one", "two"))
             assert one.keys() == two.keys()
             for key, tensor in one.items():
-                tolerance = {"atol": 1e-2, "rtol": 0.05} if "compute_dtype" in case else {"atol": 1e-5, "rtol": 1e-4}
-                torch.testing.assert_close(two[key], tensor, **tolerance, msg=lambda m, k=key, n=name: f"{n}: {k}: {m}")
+                assert_close(two[key], tensor, f"{name}: {file}: {key}", case=case)
 
 
 if __name__ == "__main__":

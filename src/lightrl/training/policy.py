@@ -93,15 +93,21 @@ class Policy:
 
     @classmethod
     def load(
-        cls, config: ModelConfig, world: World, *, frozen: bool = False, adapters: LoraConfig | None = None
+        cls,
+        config: ModelConfig,
+        world: World,
+        *,
+        frozen: bool = False,
+        adapters: LoraConfig | None = None,
+        seed: int = 0,
     ) -> Policy:
         """Stream `config.path` into shards; `frozen` (a reference) keeps compute precision and no gradients. New
-        `adapters` are drawn from the present seed of torch."""
+        `adapters` are drawn with `seed`."""
         source = load.resolve_checkpoint(config.path, config.revision)
         hf_config = without_quantization(AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code))
         policy = cls.without_weights(config, hf_config, world, source=source, frozen=frozen, adapters=adapters)
         load.load_weights(policy.model, source, trust_remote_code=config.trust_remote_code)
-        lora.initialize(policy.model, torch.initial_seed())
+        lora.initialize(policy.model, seed)
         return policy
 
     @classmethod

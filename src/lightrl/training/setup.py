@@ -169,7 +169,7 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
 
 def load_policy(config: Config, world: World) -> Policy:
     """What is trained: all weights, or with `lora.rank` adapters."""
-    return Policy.load(config.model, world, adapters=config.lora if config.lora.rank else None)
+    return Policy.load(config.model, world, adapters=config.lora if config.lora.rank else None, seed=config.run.seed)
 
 
 def load_reference(config: Config, world: World, policy: Policy) -> Policy | AdaptersOff | None:
