@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"rank": 2, "activation_checkpointing": True, "kl": True},
     "replicated": {"rank": 2, "shard_size": 1},
     "experts": {"rank": 2, "model": "qwen3_moe", "expert_parallel": 2, "max_tokens": 24},
+    "rows": {"rank": 2, "context_parallel": 2},
     "half": {"rank": 4, "model": "half", "compute_dtype": "bfloat16"},
 }
 
@@ -44,7 +45,7 @@ def run_case(models: Path, out: Path, case: dict[str, Any], spread: bool) -> dic
     from lightrl.training.update import update
     from lightrl.wrappers import clean_name
 
-    placed = {k: case[k] for k in ("shard_size", "expert_parallel") if spread and k in case}
+    placed = {k: case[k] for k in ("shard_size", "expert_parallel", "context_parallel") if spread and k in case}
     world = init_world("cpu", placed.pop("shard_size", None), **placed)
     model = ModelConfig(
         path=str(models / case.get("model", "llama")),

@@ -21,14 +21,15 @@ from lightrl.config.load import load_config
 from lightrl.config.schema import Config, LoraConfig, ModelConfig
 from lightrl.distributed.mesh import close_world, init_world
 from lightrl.errors import UserError
-from lightrl.models import lora
+from lightrl.models import gated_delta, lora, registry
+from lightrl.models.attention import Segments
 from lightrl.models.export_adapter import export_adapter
 from lightrl.models.load import whole_tensor
 from lightrl.models.names import adapter_tensors, persistent_tensors
 from lightrl.training import setup
 from lightrl.training.export_cli import export_run
 from lightrl.training.packing import pack
-from lightrl.training.policy import Policy
+from lightrl.training.policy import Policy, PolicyModule
 from lightrl.training.sft import SFTTrainer
 from lightrl.training.trainer import Trainer
 from lightrl.wrappers import clean_name, is_adapter
@@ -110,6 +111,31 @@ def test_gradients_are_pefts_on_the_stock_model(tmp_path, world, family, adapter
         )
     after = copies(policy)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_kernels_go_through_the_adapters(tmp_path, world, family):
+    """`model.kernels`: forwards that are exchanged for fused ones call the layers, not their weights."""
+    stock = loaded(tmp_path / "model", world, family)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    registry.prepare_packed(model, fuse=True)
+    gated_delta.prepare_training(model, torch.device("cpu"), torch.float32)
+    lora.inject(model, LoraConfig(rank=3, alpha=5.0))
+    values = {name: whole_tensor(t.detach()) for name, t in adapter_tensors(stock.model).items()}
+    lora.fill(model, lambda name, shape: values[name].clone())
+    batch = pack([samples()[1][1:], samples()[3]], [[1.0], [1.0]])
+    expected, entropies = stock(batch, 1.0)
+    (expected.sum() + entropies.sum()).backward()
+    module = PolicyModule(model, packed=True)
+    found, more = module(batch, Segments.from_microbatch(batch, torch.device("cpu")), 1.0)
+    (found.sum() + more.sum()).backward()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    wanted = {clean_name(n): p.grad.full_tensor() for n, p in stock.model.named_parameters() if p.grad is not None}
+    grads = {clean_name(n): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert grads.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(grads[name], gradient, atol=1e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_values_by_hand(tmp_path, world):
@@ -254,9 +280,14 @@ def test_the_reference_is_the_policy_without_adapters(tmp_path):
     assert isinstance(setup.load_reference(config, trainer.world, trainer.policy), Policy)  # a model of its own
 
 
+def states(trainer: Trainer) -> list[torch.Tensor]:
+    return [whole_tensor(t).clone() for state in trainer.optimizer.state.values() for t in state.values()]
+
+
 def test_only_adapters_are_trained_saved_and_resumed_to_the_bit(tmp_path):
+    """With a critic beside it, which is trained whole."""
     sections = {
-        "algorithm": {"minibatches_per_step": 2},
+        "algorithm": {"minibatches_per_step": 2, "advantage": "gae"},
         "checkpoint": {"every": 1, "hf_every": 4},
         "lora": {"dropout": 0.2},
     }
@@ -267,11 +298,10 @@ def test_only_adapters_are_trained_saved_and_resumed_to_the_bit(tmp_path):
     adapters = {name: t.full_tensor().clone() for name, t in adapter_tensors(whole.policy.model).items()}
     assert all(".lora_A." in name or t.abs().max() > 0 for name, t in adapters.items())
     assert len(whole.optimizer.state) == len(adapters) == 2 * 14
-    saved = [
-        n for file in (tmp_path / "run" / "checkpoints" / "step_000004").glob("*.safetensors") for n in load_file(file)
-    ]
-    assert len(saved) > len(adapters)
-    assert all(is_adapter(name) or name.startswith("rng.") for name in saved)
+    saved = [n for f in (tmp_path / "run" / "checkpoints" / "step_000004").glob("*.safetensors") for n in load_file(f)]
+    assert sum(is_adapter(name) for name in saved) == 4 * len(adapters)  # value, two moments, number of steps
+    assert all(is_adapter(name) or name.startswith(("rng.", "critic.")) for name in saved)
+    moments = states(whole)
     whole.close()
     for step in (3, 4):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step:06d}")
@@ -279,6 +309,10 @@ def test_only_adapters_are_trained_saved_and_resumed_to_the_bit(tmp_path):
     again = adapter_tensors(resumed.policy.model)
     resumed.policy.reclaim()
     assert all(torch.equal(again[name].full_tensor(), tensor) for name, tensor in adapters.items())
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(states(resumed), moments, strict=True))
+    resumed.load_checkpoint(tmp_path / "run" / "checkpoints" / "step_000003", weights_only=True)  # `lightrl eval`
+    resumed.policy.reclaim()
+    assert not all(torch.equal(again[name].full_tensor(), tensor) for name, tensor in adapters.items())
     resumed.close()
     for changed, said in (
         ({"alpha": 3.0}, "its adapters were scaled otherwise: set lora.alpha"),

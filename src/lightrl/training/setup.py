@@ -29,6 +29,7 @@ from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.critic import Critic, critic_model
 from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.types import Prompt
+from lightrl.wrappers import is_adapter
 
 _BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations
 UNKNOWN_CONTEXT = 1 << 20  # tokens, for a model whose config states no limit
@@ -331,7 +332,12 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
 
 def model_facts(config: Config, world: World, policy: Policy) -> dict[str, object]:
     """What is trained, and on what."""
-    parameters = sum(p.numel() for p in policy.module.parameters())
+    trained = sum(p.numel() for p in policy.parameters())
+    parameters = sum(p.numel() for name, p in policy.module.named_parameters() if not is_adapter(name))
+    adapters = {}
+    if policy.adapters is not None:
+        layers = len(lora.layers(policy.model))
+        adapters["adapters"] = f"rank {policy.adapters.rank} on {layers} layers, {trained / 1e6:,.1f}M parameters"
     return {
         "model": f"{config.model.path} ({parameters / 1e6:,.0f}M parameters, {policy.hf_config.model_type})",
         "compute": f"{policy.device.type}, {str(policy.compute_dtype).removeprefix('torch.')}, "
@@ -339,6 +345,7 @@ def model_facts(config: Config, world: World, policy: Policy) -> dict[str, objec
         f"(shard {world.mesh.size(1)} x replicate {world.mesh.size(0)}"
         + (f", experts over {world.expert_mesh['ep'].size()}" if world.expert_mesh is not None else "")
         + (f", rows over {world.context_parallel})" if world.context_parallel > 1 else ")"),
+        **adapters,
     }
 
 
