@@ -182,6 +182,7 @@ def test_what_is_streamed_is_what_peft_merges(tmp_path, world, family):
     changed = {name for name, t in lent.items() if not torch.equal(t, before[name])}
     assert changed == set(lora.scalings(policy.model))
     assert not any(is_adapter(name) for name in lent)
+    assert all(torch.equal(lent[name], streamed[name]) for name in changed)
 
 
 def test_weights_stay_as_stored_and_adapters_are_float32(tmp_path, world):

@@ -92,16 +92,17 @@ def _targets(model: Any, wanted: list[str] | None) -> list[str]:
 
 
 def _linear_layers(model: Any) -> set[str]:
-    """Those whose own forward computes with their weight: not the head, which the log-prob kernels read, nor a router
-    whose forward is exchanged. Experts fused into one tensor are no layers at all; and beside them MLPs go without, as
-    peft takes the names of their layers for those of the experts, in files too."""
+    """Those whose own forward computes with their weight: not the head, which the log-prob kernels read, nor routers,
+    whose forwards are exchanged. Experts fused into one tensor are no layers at all; and in models that have them MLPs
+    go without, as peft takes the names of their layers for those of the experts, in files too."""
     head, named = model.get_output_embeddings(), dict(model.named_modules())
-    mixture = any(hasattr(module, "experts") for module in named.values())
+    mixtures = {name for name, module in named.items() if hasattr(module, "experts")}
+    linear = {name for name, module in named.items() if type(module) is nn.Linear and module is not head}
     return {
         name
-        for name, module in named.items()
-        if type(module) is nn.Linear and module is not head and not hasattr(module, "choices")
-        if not (mixture and _end(name) in _OF_EXPERTS)
+        for name in linear
+        if name.rpartition(".")[0] not in mixtures
+        if not (mixtures and (_end(name) in _OF_EXPERTS or ".experts." in name))
     }
 
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lightrl.config.load import load_config
 from lightrl.config.schema import Config
 from lightrl.errors import UserError
-from lightrl.models import lora, registry
+from lightrl.models import lora
 from lightrl.models.export import MAX_SHARD_BYTES, export_dtype, export_hf, write_hf_folder
 from lightrl.models.export_adapter import export_adapter
 from lightrl.models.load import (
@@ -97,7 +97,6 @@ def _export_adapted(run: Config, folder: Path, tensors: Mapping[str, Any], out: 
     config = load_model_config(str(original), trust_remote_code=run.model.trust_remote_code)
     kept = stored_dtype(config) or torch.float32
     model: Any = empty_model(config, dtype=kept, trust_remote_code=run.model.trust_remote_code)
-    registry.patch_layers(model)  # routers are no targets
     lora.inject(model, run.lora)
     if not alone:
         model.to_empty(device="cpu")

@@ -126,9 +126,9 @@ class Policy:
         Under `adapters` weights stay as they are stored, if that is the compute precision: nothing is added to them.
         """
         dtype = compute_dtype(config.compute_dtype, world.device)
-        halved = frozen or (adapters is not None and load.stored_dtype(hf_config) == dtype)
+        narrow = frozen or (adapters is not None and load.stored_dtype(hf_config) == dtype)
         model = load.empty_model(
-            hf_config, dtype=dtype if halved else torch.float32, trust_remote_code=config.trust_remote_code
+            hf_config, dtype=dtype if narrow else torch.float32, trust_remote_code=config.trust_remote_code
         )
         packed, kernels = prepare_training(model, hf_config, config, world, dtype, frozen=frozen)
         if adapters is not None:
