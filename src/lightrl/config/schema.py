@@ -504,6 +504,9 @@ class Config:
             problems.append(("algorithm.constant_length", "only used by algorithm.aggregation = 'constant': drop it"))
         if self.model.reference_path is not None and self.algorithm.kl_coef == 0:
             problems.append(("model.reference_path", "a reference is only used with algorithm.kl_coef > 0"))
+        if self.model.recompute_attention and not self.model.activation_checkpointing:
+            text = "only used with model.activation_checkpointing = true: set it, or drop this"
+            problems.append(("model.recompute_attention", text))
         if self.eval.every and not self.eval.sets:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)

@@ -25,7 +25,7 @@ def load_filter(name: str) -> Filter | None:
     if name == "nonzero_std":
         return nonzero_std
     function = hooks.load(name, "rollout.filter")
-    return lambda group: _verdict(function(group), name)
+    return lambda group: _verdict(hooks.call(function, group, name, "rollout.filter"), name)
 
 
 def nonzero_std(group: SampleGroup) -> tuple[bool, str]:

@@ -333,6 +333,16 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
             "rollout.group_size = 1: an answer is compared with the others to its prompt, and alone has advantage 0: "
             "nothing is learned from rewards"
         )
+    elif config.rollout.group_size == 1 and config.algorithm.whitening == "group":
+        found.append(
+            "rollout.group_size = 1 with algorithm.whiten = 'group': the advantages of an answer are shifted to mean 0 "
+            "by themselves, so that its reward has no say: set 'batch'"
+        )
+    if config.algorithm.estimator.critic and config.critic.pretrain_steps >= config.run.steps:
+        found.append(
+            f"critic.pretrain_steps = {config.critic.pretrain_steps}: all {config.run.steps} steps of the run "
+            "(run.steps) train the critic alone, the policy stays as it is"
+        )
     if config.algorithm.loss == "gspo" and config.algorithm.aggregation != "sequence_mean":
         found.append(
             f"algorithm.loss = 'gspo' is a mean over samples, but algorithm.aggregation = "
