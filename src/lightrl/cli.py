@@ -25,7 +25,7 @@ _CONFIG_ARGS = "[TOML ...] [--section.key value ...]"
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _CONFIG_EPILOG = (
     "`lightrl config list` shows every key with its type, default and meaning. Sections: run, model, data, reward, "
-    "rollout, engine, sync, algorithm, correction, sft, optim, critic, critic_optim, parallel, checkpoint, eval, log. "
+    "rollout, engine, sync, algorithm, correction, sft, optim, critic, critic_optim, parallel, checkpoint, eval, log, dump, debug. "
     "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )
 
@@ -227,12 +227,12 @@ def _load(paths: Sequence[str], overrides: Sequence[str], *, evaluate: bool = Fa
     from lightrl.rewards import registry
 
     def code_fault(key: str, name: str) -> str | None:
-        if key in ("filter", "advantage", "loss"):  # their other names are known to the config itself
+        if key in ("filter", "advantage", "loss", "generate", "map", "on_step"):  # their other names are known to the config itself
             return hooks.fault(name) if ":" in name else None
         return registry.fault(name)
 
     config = load_for_run(paths, overrides, evaluate=evaluate, sft=sft, code_fault=code_fault)
-    if config.engine.kind == "sglang":
+    if config.engine.kind == "sglang" and config.debug.rollouts is None:
         from lightrl.engine import sglang_arguments
 
         with _placed(paths, overrides):

@@ -219,6 +219,8 @@ def _check_files(config: Config, sources: Sources) -> None:
         place = value if FilePath(value).expanduser().exists() else _SLICE.sub("", value)
         if _is_local(place) and not FilePath(place).expanduser().exists():
             _add(sources, key, f"no such file or folder: {place}")
+    if config.debug.rollouts is not None and not FilePath(config.debug.rollouts).expanduser().exists():
+        _add(sources, "debug.rollouts", f"no such file or folder: {config.debug.rollouts}")
     models = [(("model", name), getattr(config.model, name)) for name in ("path", "tokenizer", "reference_path")]
     for key, value in [*models, (("critic", "path"), config.critic.path)]:
         if value and (fault := model_fault(value)) is not None:
