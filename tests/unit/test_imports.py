@@ -61,13 +61,14 @@ RULES = {
     "rollout": f"torch {SECTION} lightrl.engine.base lightrl.distributed lightrl.rewards lightrl.data lightrl.hooks |",
     "training": f"torch transformers safetensors numpy {LIBRARY} | lightrl.engine filelock",
 }
-# torchrun's variables; SGLang's; its servers' key; who prints an error before torch is there; OMP_WAIT_POLICY.
+# torchrun's variables; SGLang's; its servers' key, and an evaluator's; who prints an error before torch is there; OMP_WAIT_POLICY.
 MAY_READ_ENVIRONMENT = {
     *(
         "distributed/mesh.py",
         "engine/sglang.py",
         "engine/sglang_start.py",
         "engine/sglang_server.py",
+        "training/outside_eval.py",
         "ending.py",
         "doctor.py",
         "threads.py",

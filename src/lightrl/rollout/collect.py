@@ -106,6 +106,7 @@ class Sampler:
                 engine=self.engine,
                 seed=self.seed,
                 stream=self.stream,
+                watch=self.watch,
             )
         )
         return await work.hook.samples(self.generate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,8 @@ class GenerateTask:
     """For requests of your own; ids must be unique in the run and begin with `task.id + "/"`."""
     seed: int
     stream: str
+    watch: Callable[[str, int, Sequence[int], float, float], None] | None = None
+    """Told of each turn, for `log.timeline_steps`."""
     _flying: dict[str, asyncio.Task[list[Completion]]] = field(default_factory=dict, repr=False)
     _asked: set[str] = field(default_factory=set, repr=False)
 
@@ -61,7 +64,10 @@ class GenerateTask:
         self._asked.add(request.id)
         call = self._flying[request.id] = asyncio.ensure_future(self.engine.generate(request))
         call.add_done_callback(lambda _: self._flying.pop(request.id, None))
+        start = time.perf_counter()
         (completion,) = await asyncio.shield(call)
+        if self.watch is not None:
+            self.watch(f"turn {turn + 1}", self.group_index, [index], start, time.perf_counter())
         return completion
 
     def sample(self, index: int, *parts: Completion | list[int], **fields: Any) -> Sample:
