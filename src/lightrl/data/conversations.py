@@ -10,8 +10,8 @@ from typing import Any
 
 from lightrl.config.schema import DataConfig, SFTConfig
 from lightrl.data.errors import BadRows, DataError
-from lightrl.data.render import RowError, RowReader, encodable, kind_of
 from lightrl.data.mapping import Mapper
+from lightrl.data.render import RowError, RowReader, encodable, kind_of
 from lightrl.data.rows import read_rows
 from lightrl.data.turns import ConversationEncoder, Message, TurnError
 

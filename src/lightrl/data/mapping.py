@@ -65,7 +65,7 @@ def row_fault(made: Any) -> str | None:
         try:
             json.dumps(value, default=_plain)
         except (TypeError, ValueError, RecursionError):
-            return f"returned {name!r} as a {type(value).__name__}, which no row of a file could hold: return plain data"
+            return f"returned {name!r} as a {type(value).__name__}, which no file could hold: return plain data"
     return None
 
 

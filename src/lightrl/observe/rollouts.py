@@ -13,7 +13,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -143,9 +143,7 @@ class RolloutDump:
         return sorted(number for path in self._files[step].values() for number, _, _ in _numbered(path))
 
 
-def _chosen(
-    parts: Sequence[Iterator[tuple[int, bytes, str]]], wanted: Callable[[int], bool]
-) -> Iterator[SampleGroup]:
+def _chosen(parts: Sequence[Iterator[tuple[int, bytes, str]]], wanted: Callable[[int], bool]) -> Iterator[SampleGroup]:
     for part in parts:
         for number, line, place in part:
             if wanted(number):
@@ -177,7 +175,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, bytes, str]]:
         raise UserError(f"{path}:{count + 2}: cut: {count} of {expected} groups are there; copy it again")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     """Numbered lines, unpacked as they are read; all that are whole come before the error about the rest."""
     number, rest = 0, b""
     try:

@@ -71,8 +71,8 @@ class GenerateTask:
         return completion
 
     def sample(self, index: int, *parts: Completion | list[int], **fields: Any) -> Sample:
-        """The sample of these parts, one after the other behind the prompt: what the engine answered, and token ids that
-        were given in between (tool output …), which carry no loss and have log-prob 0. `fields` are set besides.
+        """The sample of these parts, one after the other behind the prompt: answers of the engine, and token ids given in
+        between (tool output …), which carry no loss and have log-prob 0. `fields` are set besides.
 
         Status and policy versions are those of the answers: the last one's status, each version once.
         """

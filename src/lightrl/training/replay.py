@@ -15,7 +15,7 @@ from lightrl.distributed.mesh import World, deal
 from lightrl.engine.base import Completion, GenerateRequest
 from lightrl.errors import UserError
 from lightrl.observe.rollouts import RolloutDump
-from lightrl.rollout.selection import Selection, Verdict
+from lightrl.rollout.selection import Selection
 from lightrl.types import SampleGroup
 
 
