@@ -136,7 +136,8 @@ def one(step: int, sample: Sample, decode: Decode | None, console: Console, *, t
     console.print(_about(step, sample))
     parts = pieces(sample.tokens, decode)
     head = sample.prompt_length
-    text = Text("".join(visible(part) for part in parts[:head]), style=_PROMPT)
+    text = Text()
+    text.append("".join(visible(part) for part in parts[:head]), style=_PROMPT)
     logprobs = sample.rollout_logprobs
     for place, (part, counts) in enumerate(zip(parts[head:], sample.mask, strict=True)):
         logprob = None if logprobs is None else logprobs[place]
@@ -170,7 +171,8 @@ def _about(step: int, sample: Sample) -> Table:
 
 
 def _legend() -> Text:
-    legend = Text("prompt ", style=_PROMPT)
+    legend = Text()
+    legend.append("prompt ", style=_PROMPT)
     for (_, style), name in zip(_COLOURS, ("p ≥ 0.9", "≥ 0.5", "≥ 0.1", "< 0.1"), strict=True):
         legend.append(f" {name} ", style=style)
     legend.append(" given, not trained ", style=_GIVEN)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightrl import hooks
-from lightrl.engine.base import Completion, Engine, GenerateRequest, SamplingParams
+from lightrl.engine.base import Completion, Engine, EngineLostError, GenerateRequest, SamplingParams
 from lightrl.errors import LostError, UserError
 from lightrl.rollout.seeds import sample_seed
 from lightrl.types import Prompt, Sample, Status
@@ -41,6 +41,7 @@ class GenerateTask:
     """Told of each turn, for `log.timeline_steps`."""
     _flying: dict[str, asyncio.Task[list[Completion]]] = field(default_factory=dict, repr=False)
     _asked: set[str] = field(default_factory=set, repr=False)
+    _lost: list[EngineLostError] = field(default_factory=list, repr=False)
 
     @property
     def id(self) -> str:
@@ -65,14 +66,18 @@ class GenerateTask:
         call = self._flying[request.id] = asyncio.ensure_future(self.engine.generate(request))
         call.add_done_callback(lambda _: self._flying.pop(request.id, None))
         start = time.perf_counter()
-        (completion,) = await asyncio.shield(call)
+        try:
+            (completion,) = await asyncio.shield(call)
+        except EngineLostError as error:
+            self._lost.append(error)
+            raise
         if self.watch is not None:
             self.watch(f"turn {turn + 1}", self.group_index, [index], start, time.perf_counter())
         return completion
 
     def sample(self, index: int, *parts: Completion | list[int], **fields: Any) -> Sample:
-        """The sample of these parts, one after the other behind the prompt: answers of the engine, and token ids given in
-        between (tool output …), which carry no loss and have log-prob 0. `fields` are set besides.
+        """The sample of these parts, one after the other behind the prompt: answers of the engine, and token ids given
+        in between (tool output …), which carry no loss and have log-prob 0. `fields` are set besides.
 
         Status and policy versions are those of the answers: the last one's status, each version once.
         """
@@ -170,6 +175,8 @@ class HookRun:
             if self.task._flying:
                 self.abort()
                 await asyncio.gather(*self.task._flying.values(), return_exceptions=True)
+        if self.task._lost:  # the function went on without: its samples would be those of an engine that died
+            raise self.task._lost[0]
         if (fault := samples_fault(returned, self.task)) is not None:
             where = self.task.prompt.source or f"prompt {self.task.prompt.index}"
             raise UserError(f"rollout.generate: {where}: {fault}")
