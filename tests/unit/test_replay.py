@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -139,7 +140,7 @@ def test_a_timeline_of_each_sample(folder):
             assert [e["name"] for e in spans] == ["generate", "turn 1", "turn 2", "reward", "train"]
             whole, first, second, reward, train = ((e["ts"], e["ts"] + e["dur"]) for e in spans)
             order = [whole[0], first[0], first[1], second[0], second[1], whole[1], reward[0], reward[1], train[0]]
-            assert all(a <= b + 1.0 for a, b in zip(order, order[1:], strict=False))  # microseconds, rounded
+            assert all(a <= b + 1.0 for a, b in pairwise(order))  # microseconds, rounded
             assert spans[0]["args"]["reward"] == sample.reward
     assert {e["name"] for e in events if e["tid"] == 0 and e["ph"] == "X"} == {"sync", "generate", "train"}
 

@@ -233,7 +233,8 @@ def _reward(function: Any, settings: Settings) -> Iterator[Check]:
         yield Check(f"{what}: a finite number", fault, "" if made[0].reward is None else f"{made[0].reward:g}")
         if fault is None and (changed := _changed(sample, made[0])) is not None:
             yield Check(f"{what}: the sample stays as it is", changed)
-    yield from _repeats(function, settings, list(cases.values()), rewards)
+    if None not in rewards:
+        yield from _repeats(function, settings, list(cases.values()), rewards)
 
 
 def _reward_batch(function: Any, settings: Settings, samples: list[Sample]) -> Iterator[Check]:
