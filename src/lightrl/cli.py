@@ -382,6 +382,7 @@ def _evaluated(config: Config, checkpoint: Path | None) -> dict[str, float]:
     from lightrl.distributed.mesh import close_world
     from lightrl.training.trainer import Trainer
 
+    config = replace(config, debug=type(config.debug)())  # an engine is needed
     state = _state_to_evaluate(config, checkpoint)
     what, where = str(state or config.model.path), ""
     if state is None and checkpoint is None and config.run.resume:

@@ -17,7 +17,7 @@ from lightrl.config import dump_toml, load_config
 from lightrl.distributed.mesh import close_world
 from lightrl.errors import UserError
 from lightrl.observe.rollouts import RolloutDump
-from lightrl.training.replay import NoEngine
+from lightrl.training.dumped import NoEngine
 from lightrl.training.trainer import Trainer
 
 SECTIONS = {

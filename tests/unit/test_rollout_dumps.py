@@ -106,10 +106,23 @@ def test_files_are_json_lines_and_repeat(tmp_path: Path) -> None:
 
 def test_foreign_values_in_metadata_become_plain_ones(tmp_path: Path) -> None:
     given = group(1, size=1)
-    given.samples[0].metadata = {"t": torch.tensor([1.5]), "n": np.int64(3), 4: {5}, "o": Path("x")}
+    given.samples[0].metadata = {"a": np.array([1.5]), "n": np.int64(3), 4: {5}, "o": Path("x")}
     RolloutWriter(tmp_path).write(1, [given])
     (read,) = RolloutDump(tmp_path).groups(1)
-    assert read.samples[0].metadata == {"t": [1.5], "n": 3, "4": [5], "o": "x"}
+    assert read.samples[0].metadata == {"a": [1.5], "n": 3, "4": [5], "o": "x"}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.bool, torch.bfloat16, torch.float64])
+def test_tensors_come_back_as_they_were(tmp_path: Path, dtype: torch.dtype) -> None:
+    given = group(1, size=1)
+    tensors = {"some": torch.arange(12).reshape(2, 3, 2).to(dtype), "none": torch.empty(0, 4, dtype=dtype)}
+    given.samples[0].metadata = tensors | {"one": torch.tensor(1).to(dtype), "turned": tensors["some"].mT}
+    RolloutWriter(tmp_path).write(1, [given])
+    (read,) = RolloutDump(tmp_path).groups(1)
+    for name, tensor in given.samples[0].metadata.items():
+        found = read.samples[0].metadata[name]
+        assert found.dtype == dtype
+        assert torch.equal(found, tensor)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
@@ -134,6 +147,8 @@ def lines_of(path: Path) -> list[bytes]:
         (lambda lines: [b'{"step": 1}\n', *lines[1:]], ":1: not a dump of rollouts in format 1"),
         (lambda lines: [lines[0], b'{"group":10,"prompt":{}}\n', lines[2]], ":2: not a group of this version"),
         (lambda lines: [lines[0], lines[1].replace(b"[1,0,1]", b"[1,0]"), lines[2]], "loss_mask has 2 entries for 3"),
+        (lambda lines: [lines[0], b'{"a":{"$tensor":["os",[1],""]}}\n', lines[2]], ":2: not valid JSON (a tensor of"),
+        (lambda lines: [lines[0], b'{"a":{"$tensor":["uint8",[3],"AA=="]}}\n', lines[2]], ":2: not valid JSON (shape"),
     ],
 )
 def test_damage_is_told_with_its_line(tmp_path: Path, damage, message: str) -> None:

@@ -6,6 +6,7 @@ rounded, so training on what was read is training on what was sampled. Readers n
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import gzip
 import json
@@ -19,6 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lightrl.errors import UserError
 from lightrl.observe.jsonl import json_safe
 from lightrl.types import Prompt, Sample, SampleGroup, Status
@@ -26,7 +30,7 @@ from lightrl.types import Prompt, Sample, SampleGroup, Status
 ROLLOUTS_FOLDER = "rollouts"
 FORMAT = 1
 _FILE = re.compile(r"step_(?P<step>\d+)\.rank(?P<rank>\d+)\.jsonl(?:\.gz)?")
-_NUMBER = "$float"  # how numbers are written that JSON has not
+_NUMBER, _TENSOR = "$float", "$tensor"  # how numbers that JSON has not, and tensors, are written
 _GROUP = re.compile(rb'\{"group":(-?\d+)')
 _CHUNK = 1 << 18
 
@@ -197,7 +201,7 @@ def _group(line: bytes, place: str) -> SampleGroup:
     try:
         prompt = _prompt(record["prompt"])
         samples = [_sample(entry, prompt, record["group"]) for entry in record["samples"]]
-        return SampleGroup(prompt=prompt, group_index=record["group"], samples=samples)
+        return SampleGroup(prompt=prompt, group_index=record["group"], samples=samples, **record.get("more", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(f"{place}: not a group of this version's format ({text})") from error
@@ -205,23 +209,36 @@ def _group(line: bytes, place: str) -> SampleGroup:
 
 def _parsed(line: bytes, place: str) -> dict[str, Any]:
     try:
-        record = json.loads(line, object_hook=_number)
-    except (ValueError, RecursionError) as error:
+        record = json.loads(line, object_hook=_value)
+    except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: torch's too, of a tensor's shape
         raise UserError(f"{place}: not valid JSON ({error}); copy the file again, or remove it") from error
     if not isinstance(record, dict):
         raise UserError(f"{place}: not a JSON object: the file is no dump of rollouts")
     return record
 
 
-def _number(value: dict[str, Any]) -> Any:
-    return float(value[_NUMBER]) if set(value) == {_NUMBER} else value
+def _value(value: dict[str, Any]) -> Any:
+    """What stands for a number or a tensor as what it was."""
+    if value.keys() == {_NUMBER}:
+        return float(value[_NUMBER])
+    return _tensor(*value[_TENSOR]) if value.keys() == {_TENSOR} else value
+
+
+def _tensor(dtype: str, shape: list[int], data: str) -> Tensor:
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"a tensor of type {dtype!r}")
+    content = bytearray(base64.b64decode(data, validate=True))
+    return torch.frombuffer(content, dtype=kind).reshape(shape) if content else torch.empty(shape, dtype=kind)
 
 
 def _group_record(group: SampleGroup) -> dict[str, Any]:
+    more = _set_fields(group, leave=("prompt", "group_index", "samples"))
     return {
         "group": group.group_index,
         "prompt": _set_fields(group.prompt),
         "samples": [_sample_record(sample, group) for sample in group.samples],
+        **({"more": more} if more else {}),
     }
 
 
@@ -265,7 +282,7 @@ def _set_fields(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
         value = getattr(record, field.name)
         has_factory = field.default_factory is not dataclasses.MISSING
         default = field.default_factory() if callable(field.default_factory) and has_factory else field.default
-        if field.name not in leave and (value is not default and not (has_factory and value == default)):
+        if field.name not in leave and value is not default and not (has_factory and value == default):
             found[field.name] = value
     return found
 
@@ -279,13 +296,17 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 def _exact(value: Any) -> Any:
-    """The value as JSON holds it: NaN and infinities marked, so that they come back; what JSON cannot hold as text."""
+    """The value as JSON holds it: NaN, infinities and tensors marked, so that they come back; the unknown as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return {_NUMBER: str(float(value))}
     if isinstance(value, dict):
         return {str(key): _exact(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_exact(item) for item in value]
-    if hasattr(value, "tolist"):  # tensors, numpy arrays and scalars
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        data = base64.b64encode(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").decode()
+        return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape), data]}
+    if hasattr(value, "tolist"):  # numpy arrays and scalars
         return _exact(value.tolist())
     return json_safe(value)

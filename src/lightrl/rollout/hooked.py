@@ -239,7 +239,10 @@ def _fault(sample: Sample, task: GenerateTask) -> str | None:
         return "loss_mask holds other values than 0 and 1"
     if sample.rollout_logprobs is None and length:
         return "no rollout_logprobs: give those of the engine, 0.0 for tokens that were given"
-    for logprob in sample.rollout_logprobs or ():
+    logprobs: Sequence[Any] = sample.rollout_logprobs or ()
+    for logprob, counts in zip(logprobs, sample.mask, strict=True):
+        if logprob is None and not counts:  # of a token that was given
+            continue
         if not isinstance(logprob, float | int) or math.isnan(logprob) or logprob > 1e-3:
             return f"rollout_logprobs holds {logprob!r}: log-probs are numbers of at most 0"
     if not isinstance(sample.status, Status):

@@ -27,8 +27,8 @@ from lightrl.errors import UserError, end
 from lightrl.models import load
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.critic import Critic, critic_model
+from lightrl.training.dumped import NoEngine
 from lightrl.training.policy import Policy
-from lightrl.training.replay import NoEngine
 from lightrl.types import Prompt
 
 _BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations

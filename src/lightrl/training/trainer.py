@@ -38,6 +38,7 @@ from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
 from lightrl.training.checkpoint import Checkpointer
 from lightrl.training.critic import Critic, explained_variance
+from lightrl.training.dumped import DumpedRollouts, without_engine
 from lightrl.training.evaluate import evaluate, load_eval_sets
 from lightrl.training.hooks import Hooks, LoadedHooks, load_hooks
 from lightrl.training.objective import Objective, normalize_weights
@@ -46,7 +47,6 @@ from lightrl.training.outside_eval import OutsideEvaluation
 from lightrl.training.packing import TrainSample
 from lightrl.training.policy import Policy
 from lightrl.training.probe import Probe
-from lightrl.training.replay import Replay, without_engine
 from lightrl.training.update import mismatch_metrics, update
 from lightrl.types import Microbatch, Prompt, SampleGroup
 
@@ -111,7 +111,7 @@ class Trainer:
             max_response_tokens=config.rollout.max_response_tokens,
             row_map=hooks.row_map,
         )
-        self.replay = Replay.open(config, int(hf_config.get_text_config().vocab_size))
+        self.dumped = DumpedRollouts.open(config, int(hf_config.get_text_config().vocab_size))
         setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
         setup.check_reference(config, hf_config, self.tokenizer)
         self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
@@ -160,7 +160,7 @@ class Trainer:
             run_dir=self.run_dir,
             seed=setup.engine_seed(config.run),
             state=self.state,
-            idle=self.replay is not None,
+            idle=self.dumped is not None,
         )
         self._held.callback(end, lambda: self.engine.close())
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
@@ -268,8 +268,8 @@ class Trainer:
     def collect(self, prompts: Sequence[Prompt], selection: Selection | None = None) -> list[SampleGroup]:
         """This rank's share of the groups, sampled, scored and selected. The weights are in the engine."""
         rollout, selection = self.config.rollout, selection or self.selection(prompts)
-        if self.replay is not None:
-            return self.replay.groups(self.steps_done + 1, selection, self.world)
+        if self.dumped is not None:
+            return self.dumped.groups(self.steps_done + 1, selection, self.world)
         mine = deal(self.world, prompts, self.config.engine.tensor_parallel)
         total = len(mine) * rollout.group_size if self.filter is None else None
         with self.console.progress("generating", total=total) as bar:

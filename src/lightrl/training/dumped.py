@@ -54,14 +54,14 @@ def without_engine(config: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay:
+class DumpedRollouts:
     """The dump in the place of engine and rewards."""
 
     dump: RolloutDump
     vocab_size: int
 
     @classmethod
-    def open(cls, config: Config, vocab_size: int) -> Replay | None:
+    def open(cls, config: Config, vocab_size: int) -> DumpedRollouts | None:
         """None without `debug.rollouts`. UserError where a step that the run needs is not there whole."""
         if config.debug.rollouts is None:
             return None
@@ -102,4 +102,4 @@ class Replay:
         return groups
 
 
-__all__ = ["NoEngine", "Replay", "without_engine"]
+__all__ = ["DumpedRollouts", "NoEngine", "without_engine"]
