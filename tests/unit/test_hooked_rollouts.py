@@ -12,7 +12,7 @@ from lightrl.distributed.mesh import close_world, init_world
 from lightrl.engine.base import Completion, SamplingParams
 from lightrl.errors import UserError
 from lightrl.rollout.collect import Sampler, run_async
-from lightrl.rollout.filters import nonzero_std
+from lightrl.rollout.filters import load_filter, nonzero_std
 from lightrl.rollout.hooked import GenerateTask, HookRun, load_generate, samples_fault
 from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
@@ -222,3 +222,12 @@ def test_only_async_functions_are_taken() -> None:
     for wrong, text in ((plain, "write `async def`"), (two, "cannot be called with one argument"), (3, "no function")):
         with pytest.raises(UserError, match=text):
             load_generate("none", wrong)
+
+
+def test_a_filter_may_be_a_callable(world) -> None:
+    judge = load_filter("none", lambda group: (group.group_index % 2 == 1, "even"))
+    selected = collected(world, None, wanted=2, drawn=4, judge=judge)
+    assert [g.group_index for g in selected] == [1, 3]
+    assert judge(selected[0]) == (True, "even")
+    with pytest.raises(UserError, match=r"rollout\.filter: .* cannot be called with one argument"):
+        load_filter("none", lambda: True)

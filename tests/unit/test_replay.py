@@ -16,6 +16,7 @@ from lightrl.cli import main
 from lightrl.config import dump_toml, load_config
 from lightrl.distributed.mesh import close_world
 from lightrl.errors import UserError
+from lightrl.observe.dumps import read_samples
 from lightrl.observe.rollouts import RolloutDump
 from lightrl.training.dumped import NoEngine
 from lightrl.training.trainer import Trainer
@@ -26,6 +27,7 @@ SECTIONS = {
     "algorithm": {"minibatches_per_step": 2, "kl_coef": 0.05, "kl_in": "reward", "loss": "gspo"},
     "correction": {"use_tis": True},
     "checkpoint": {"hf_every": 3, "every": 3},
+    "eval": {"every": 3, "at_start": False},
 }
 
 
@@ -58,8 +60,13 @@ def merged(**sections):
     return {name: SECTIONS.get(name, {}) | sections.get(name, {}) for name in {**SECTIONS, **sections}}
 
 
+def sets(folder: Path):
+    return [{"name": "held", "path": str(folder / "data.jsonl"), "samples_per_prompt": 2, "temperature": 1.0}]
+
+
 def run(folder: Path, hooks: Hooks | None = None, reward=every_third_is_even, **sections) -> Trainer:
-    trainer = Trainer(tiny_run.make_run(folder, **merged(**sections)), reward=reward, hooks=hooks)
+    sections = merged(**sections, eval={"sets": sets(folder)})
+    trainer = Trainer(tiny_run.make_run(folder, **sections), reward=reward, hooks=hooks)
     trainer.train()
     trainer.close()
     return trainer
@@ -99,6 +106,23 @@ def test_training_on_a_dump_gives_the_same_weights_to_the_last_bit(folder):
     assert lines(folder / "run", *names) == lines(folder / "live", *names)
     states = [json.loads((folder / d / "checkpoints/step_000003/state.json").read_text()) for d in ("live", "run")]
     assert states[0]["extra"] == states[1]["extra"]  # place in the data, number of groups
+    assert lines(folder / "live", "eval/held/prompts")[-1] == [9]
+    assert lines(folder / "run", "eval/held/prompts") == [[None]] * 3  # there is no engine to evaluate with
+
+
+def test_a_run_that_was_resumed_is_replayed_as_one_and_a_replay_resumes(folder, tmp_path):
+    """Steps 1 and 2, then 3; the replay stops after 2, and goes on from its checkpoint."""
+    every = {"every": 1, "hf_every": 3}
+    for number in (2, 3):
+        where = {"run": {"steps": number, "dir": str(tmp_path / "two")}, "checkpoint": every}
+        run(folder, HOOKS, dump={"rollouts": True}, **where)
+    for number in (2, 3):
+        where = {"run": {"steps": number, "dir": str(tmp_path / "replayed")}, "checkpoint": every}
+        run(folder, Hooks(data_map=upper_half), debug={"rollouts": str(tmp_path / "two")}, **where)
+    close_world()
+    assert [step for (step,) in lines(tmp_path / "replayed", "step")] == [1, 2, 3]
+    weights = [exported(place) for place in (folder / "live", tmp_path / "two", tmp_path / "replayed")]
+    assert all(torch.equal(weights[0][name], other[name]) for other in weights[1:] for name in weights[0])
 
 
 def exported(run_dir: Path):
@@ -117,6 +141,9 @@ def lines(run_dir: Path, *names: str):
 
 
 def test_hooks_are_called(folder):
+    evaluated = read_samples(folder / "live", eval_name="held")
+    assert len(evaluated) == 18
+    assert all(5 in s["tokens"] and len(s["prompt"]) <= 3 for s in evaluated)
     assert lines(folder / "live", "mine/groups", "step") == [[3, 1], [3, 2], [3, 3]]
     assert all(mine == mean for mine, mean in lines(folder / "live", "mine/mean", "reward/mean"))
     groups = [g for step in (1, 2, 3) for g in RolloutDump(folder / "live").groups(step)]
@@ -142,7 +169,7 @@ def test_a_timeline_of_each_sample(folder):
             order = [whole[0], first[0], first[1], second[0], second[1], whole[1], reward[0], reward[1], train[0]]
             assert all(a <= b + 1.0 for a, b in pairwise(order))  # microseconds, rounded
             assert spans[0]["args"]["reward"] == sample.reward
-    assert {e["name"] for e in events if e["tid"] == 0 and e["ph"] == "X"} == {"sync", "generate", "train"}
+    assert {e["name"] for e in events if e["tid"] == 0 and e["ph"] == "X"} == {"sync", "generate", "dump", "train"}
 
 
 def test_the_profiler_records_its_window(folder):
@@ -216,6 +243,8 @@ def test_inspect_lists_and_filters(folder, capsys, wide):
     text = out_of(capsys, "inspect", folder / "live", "--min-reward", 1, "--max-length", 7, "--status", "completed")
     assert f" of {len(some)} samples" in text
     assert 0 < len(some) < 36
+    held = out_of(capsys, "inspect", folder / "live", "--eval", "held")
+    assert held.splitlines()[-1].startswith("18 of 18 samples")
     plain = out_of(capsys, "inspect", folder / "live" / "samples", "--limit", 100)
     assert [row.split()[:6] for row in plain.splitlines()[1:-1]] == [row.split()[:6] for row in table[1:-1]]
 
@@ -276,9 +305,8 @@ def test_replay_reward_compares_and_writes(folder, tmp_path, capsys, wide, monke
 def test_generate_makes_the_rollouts_of_the_first_step(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
     names = {"rollout": {"generate": "unit.test_replay:two_turns"}, "data": {"map": "unit.test_replay:upper_half"}}
-    sections = merged(
-        **names, run={"dir": str(tmp_path / "run")}, reward={"type": "unit.test_replay:every_third_is_even"}
-    )
+    names |= {"reward": {"type": "unit.test_replay:every_third_is_even"}, "eval": {"sets": sets(folder)}}
+    sections = merged(**names, run={"dir": str(tmp_path / "run")})
     (tmp_path / "run.toml").write_text(dump_toml(load_config(**tiny_run.settings(folder, **sections))))
     text = out_of(capsys, "generate", tmp_path / "run.toml", "--steps", 2)
     assert f"wrote {tmp_path / 'run' / 'generated'}" in text

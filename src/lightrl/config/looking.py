@@ -20,7 +20,7 @@ class DumpConfig:
 
     rollouts: bool = False
     """Write every training sample to `dir/rollouts/`, exactly as training gets it, before the step's updates:
-    `lightrl inspect`, `lightrl replay-reward` and `debug.rollouts` read it. About 15 bytes a token."""
+    `lightrl inspect`, `lightrl replay-reward` and `debug.rollouts` read it. About 13 bytes a response token."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -29,6 +29,7 @@ class Probe:
     ) -> None:
         self._log, self._run_dir, self._world, self._on_step = config.log, run_dir, world, on_step
         self._scorer = scorer
+        self._timer = StageTimer()
         self._timeline: Timeline | None = None
         self._profiler: tuple[int, torch.profiler.profile] | None = None
         dumps = config.dump.rollouts
@@ -49,12 +50,14 @@ class Probe:
                 kinds.append(torch.profiler.ProfilerActivity.CUDA)
             self._profiler = step, torch.profiler.profile(activities=kinds)
             self._profiler[1].start()
-        return StageTimer(None if self._timeline is None else self._timeline.stage)
+        self._timer = StageTimer(None if self._timeline is None else self._timeline.stage)
+        return self._timer
 
     def collected(self, step: int, groups: Sequence[SampleGroup], selection: Selection) -> None:
         """The step's groups are there, scored and not yet trained on: they are dumped."""
         if self._writer is not None:
-            self._writer.write(step, groups, selection.record())
+            with self._timer("dump"):
+                self._writer.write(step, groups, selection.record())
 
     def finish(self, step: int, groups: Sequence[SampleGroup], metrics: dict[str, float]) -> dict[str, float]:
         """The step is done. Its metrics, with those of `run.on_step`. A collective."""
