@@ -27,6 +27,7 @@ from lightrl.config.schema import (
     EvalConfig,
     EvalSetConfig,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -70,6 +71,7 @@ FULL = Config(
         reference_path="ref",
         trust_remote_code=True,
     ),
+    lora=LoraConfig(rank=4, alpha=2.5, use_rslora=True, dropout=0.5, target_modules=["q_proj", "é"], sync="merged"),
     data=DataConfig(
         path=["a.jsonl@[1:2]", "b"],
         split="test",
@@ -156,6 +158,7 @@ FULL = Config(
         rs_upper_bound=1.01,
         rs_veto_threshold=1e-4,
         opsm_delta=0.5,
+        routing_replay="trainer",
     ),
     sft=SFTConfig(batch_size=3, epochs=1.5, train_on="last", max_tokens=7, end_of_turn="<|user|>"),
     optim=OptimConfig(

@@ -21,6 +21,7 @@ from lightrl.observe.rollouts import RolloutDump
 from lightrl.training.dumped import NoEngine
 from lightrl.training.trainer import Trainer
 
+MIXTURE = {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SECTIONS = {
     "run": {"steps": 3},
     "rollout": {"filter": "nonzero_std", "prompts_per_step": 3, "oversample_prompts": 5, "truncated": "mask"},
@@ -138,6 +139,29 @@ def load_weights(place: Path):
 def lines(run_dir: Path, *names: str):
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [[r.get(name) for name in names] for r in records]
+
+
+def test_routing_records_are_replayed(tmp_path):
+    """A mixture whose experts the dump's records choose: tensors of samples come back."""
+    tiny_run.make_model(tmp_path / "model", family="qwen3_moe", **MIXTURE)
+    tiny_run.make_data(tmp_path / "data.jsonl")
+    found = []
+    for name, looking in (
+        ("live", {"dump": {"rollouts": True}}),
+        ("again", {"debug": {"rollouts": f"{tmp_path}/live"}}),
+    ):
+        sections = {"run": {"steps": 3, "dir": f"{tmp_path}/{name}"}, "checkpoint": {"hf_every": 3}, **looking}
+        config = tiny_run.make_run(tmp_path, correction={"routing_replay": "rollout"}, **sections)
+        trainer = Trainer(config, reward=tiny_run.count_letter)
+        trainer.train()
+        trainer.close()
+        found.append(exported(tmp_path / name))
+    close_world()
+    (group, *_) = RolloutDump(tmp_path / "live").groups(1)
+    assert group.samples[0].rollout_routing.dtype == torch.uint8
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    names = ("loss/total", "optim/grad_norm")
+    assert lines(tmp_path / "live", *names) == lines(tmp_path / "again", *names)
 
 
 def test_hooks_are_called(folder):

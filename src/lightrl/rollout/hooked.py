@@ -100,6 +100,10 @@ class GenerateTask:
         if len(parts) == 1 and answers:
             made["rollout_top_ids"] = answers[0].top_ids or None
             made["rollout_top_logprobs"] = answers[0].top_logprobs or None
+        last = parts[-1] if parts else None
+        if isinstance(last, Completion) and last.routing is not None:  # of all that it was given, earlier turns too
+            is_whole = len(last.routing) == len(self.prompt.tokens) + len(response) - 1
+            made["rollout_routing"] = last.routing if is_whole else None
         errors = [answer.error for answer in answers if answer.error is not None]
         if errors:
             made["metadata"] = {"failure": errors[-1]}

@@ -22,7 +22,10 @@ def without_training(config: Config) -> Config:
         config,
         model=replace(config.model, reference_path=None),
         algorithm=AlgorithmConfig(),
-        correction=CorrectionConfig(score_centering_top_k=config.correction.score_centering_top_k),
+        correction=CorrectionConfig(
+            score_centering_top_k=config.correction.score_centering_top_k,
+            routing_replay="rollout" if config.correction.routing_replay == "rollout" else "none",
+        ),
         critic=CriticConfig(),
         critic_optim=CriticOptimConfig(),
         eval=EvalConfig(),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,19 +17,23 @@ from transformers import AutoConfig
 
 from lightrl.config.load import model_fault
 from lightrl.config.rundir import newest_state, run_dir_fault
-from lightrl.config.schema import Config, EngineConfig, ParallelConfig, RunConfig, SyncConfig
+from lightrl.config.schema import Config, CorrectionConfig, EngineConfig, ParallelConfig, RunConfig, SyncConfig
 from lightrl.data import PromptSource
 from lightrl.data.conversations import Conversation
 from lightrl.distributed.mesh import World, consecutive_group
 from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError, end
-from lightrl.models import load
+from lightrl.models import load, lora
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.critic import Critic, critic_model
 from lightrl.training.dumped import NoEngine
-from lightrl.training.policy import Policy
+from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.types import Prompt
+from lightrl.wrappers import is_adapter
+
+if TYPE_CHECKING:
+    from lightrl.engine import sglang_requests
 
 _BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations
 UNKNOWN_CONTEXT = 1 << 20  # tokens, for a model whose config states no limit
@@ -50,6 +54,8 @@ def check(config: Config) -> None:
             problems.append((f"model.{key}", fault))
     if config.critic.path and (fault := model_fault(config.critic.path)) is not None:
         problems.append(("critic.path", fault))
+    if config.lora.rank and (fault := lora.missing()) is not None:
+        problems.append(("lora.rank", fault))
     if "wandb" in config.log.trackers and find_spec("wandb") is None:
         problems.append(("log.trackers", "wandb is not installed: pip install wandb, or take 'wandb' out"))
     if problems:
@@ -142,6 +148,13 @@ def check_parallel(config: ParallelConfig, hf_config: Any, model: str, *, needs_
         raise UserError(f"parallel.context_parallel: {ranks} ranks cannot share rows of {model}: {reason}")
 
 
+def check_replay(config: CorrectionConfig, hf_config: Any, model: str) -> None:
+    """UserError for a model without a choice of experts that could be replayed; `model` names it."""
+    if config.routing_replay != "none" and not num_experts(hf_config):
+        kind = f"{model} ({hf_config.model_type})"
+        raise UserError(f"correction.routing_replay: {kind} has no experts that LightRL packs: set it to 'none'")
+
+
 def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
     """UserError for a reference or a critic without the policy's tokens: it could say nothing of them."""
     paths = [("model.reference_path", "reference", config.model.reference_path if config.algorithm.kl_coef else None)]
@@ -166,18 +179,29 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
         load.load_value_config(folder, model.trust_remote_code)
 
 
-def load_reference(config: Config, world: World) -> Policy | None:
-    """The frozen reference, when the KL has a weight."""
+def load_policy(config: Config, world: World) -> Policy:
+    """What is trained: all weights, or with `lora.rank` adapters."""
+    return Policy.load(config.model, world, adapters=config.lora if config.lora.rank else None, seed=config.run.seed)
+
+
+def load_reference(config: Config, world: World, policy: Policy) -> Policy | AdaptersOff | None:
+    """The frozen reference, when the KL has a weight; the policy itself without its adapters, if that is its start."""
     if config.algorithm.kl_coef == 0:
         return None
     model = config.model
     if model.reference_path is not None:
         model = replace(model, path=model.reference_path, revision=None)
+    elif policy.adapters is not None:
+        return AdaptersOff(policy)
     return Policy.load(model, world, frozen=True)
 
 
 def training_state(
-    config: ParallelConfig, policy: Policy, reference: Policy | None, optimizer: Any, critic: Critic | None = None
+    config: ParallelConfig,
+    policy: Policy,
+    reference: Policy | AdaptersOff | None,
+    optimizer: Any,
+    critic: Critic | None = None,
 ) -> TrainingState:
     """What may leave the GPU while engines generate: policy and critic with their optimizers, and the reference."""
     modules = nn.ModuleList(part.module for part in (policy, reference, critic) if part is not None)
@@ -198,9 +222,11 @@ def build_engine(
     run_dir: Path = Path("."),
     seed: int = 0,
     state: TrainingState | None = None,
+    return_routing: bool = False,
     idle: bool = False,
 ) -> Engine:
-    """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`.
+    """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`, and to know
+    at its start whether it will be asked to `return_routing`.
 
     With `idle` none is made: nothing will be generated.
 
@@ -215,9 +241,8 @@ def build_engine(
             state = None  # it is not on these GPUs
         if state is not None:
             make_room(config, policy, state)
-        engine = _build_sglang(
-            config, sync or SyncConfig(), policy, tokenizer, context_length, trust_remote_code, world, run_dir, seed
-        )
+        model = _sglang_model(policy, tokenizer, context_length, trust_remote_code, return_routing)
+        engine = _build_sglang(config, sync or SyncConfig(), policy, model, world, run_dir, seed)
         if state is not None:
             try:
                 engine.offload()
@@ -238,6 +263,7 @@ def build_engine(
         max_prefill_tokens=config.max_prefill_tokens,
         context_length=context_length,
         trust_remote_code=trust_remote_code,
+        adapters=policy.adapters if policy.adapters is not None and policy.adapters.lent else None,
     )
 
 
@@ -253,22 +279,13 @@ def make_room(config: EngineConfig, policy: Policy, state: TrainingState) -> Non
     state.make_room(int((config.memory_fraction + _BESIDE) * total))
 
 
-def _build_sglang(
-    config: EngineConfig,
-    sync: SyncConfig,
-    policy: Policy,
-    tokenizer: Any,
-    context_length: int,
-    trust_remote_code: bool,
-    world: World,
-    run_dir: Path,
-    seed: int,
-) -> Engine:
-    from lightrl.engine.sglang import Model, SGLangEngine
-    from lightrl.engine.sglang_server import SGLangServers
+def _sglang_model(
+    policy: Policy, tokenizer: Any, context_length: int, trust_remote_code: bool, return_routing: bool
+) -> sglang_requests.Model:
+    from lightrl.engine.sglang_requests import Model
 
     text_config = policy.hf_config.get_text_config()
-    model = Model(
+    return Model(
         path=policy.source,
         layout=policy.stream().layout(),
         eos_token_ids=load.eos_token_ids(str(policy.source), policy.hf_config, tokenizer),
@@ -277,7 +294,22 @@ def _build_sglang(
         context_length=min(context_length, int(text_config.max_position_embeddings)),
         vocab_size=int(text_config.vocab_size),
         trust_remote_code=trust_remote_code,
+        routing=policy.routing_shape if return_routing else None,
     )
+
+
+def _build_sglang(
+    config: EngineConfig,
+    sync: SyncConfig,
+    policy: Policy,
+    model: sglang_requests.Model,
+    world: World,
+    run_dir: Path,
+    seed: int,
+) -> Engine:
+    from lightrl.engine.sglang import SGLangEngine
+    from lightrl.engine.sglang_server import SGLangServers
+
     if config.kind == "sglang_server":
         folder = run_dir / "sync" if sync.folder is None else Path(sync.folder)
         return SGLangServers(model, config, sync, device=policy.device, ranks=world, folder=folder)
@@ -323,7 +355,12 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
 
 def model_facts(config: Config, world: World, policy: Policy) -> dict[str, object]:
     """What is trained, and on what."""
-    parameters = sum(p.numel() for p in policy.module.parameters())
+    trained = sum(p.numel() for p in policy.parameters())
+    parameters = sum(p.numel() for name, p in policy.module.named_parameters() if not is_adapter(name))
+    adapters = {}
+    if policy.adapters is not None:
+        layers = len(lora.layers(policy.model))
+        adapters["adapters"] = f"rank {policy.adapters.rank} on {layers} layers, {trained / 1e6:,.1f}M parameters"
     return {
         "model": f"{config.model.path} ({parameters / 1e6:,.0f}M parameters, {policy.hf_config.model_type})",
         "compute": f"{policy.device.type}, {str(policy.compute_dtype).removeprefix('torch.')}, "
@@ -331,6 +368,7 @@ def model_facts(config: Config, world: World, policy: Policy) -> dict[str, objec
         f"(shard {world.mesh.size(1)} x replicate {world.mesh.size(0)}"
         + (f", experts over {world.expert_mesh['ep'].size()}" if world.expert_mesh is not None else "")
         + (f", rows over {world.context_parallel})" if world.context_parallel > 1 else ")"),
+        **adapters,
     }
 
 

@@ -32,7 +32,7 @@ from lightrl.rollout.collect import Sampler, apply_truncation
 from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
 from lightrl.sync.weights import release_engine, sync_weights
-from lightrl.training import run_folder, setup
+from lightrl.training import replay, run_folder, setup
 from lightrl.training.advantage import Advantages, finish_advantages, overlong_metrics, set_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
@@ -45,7 +45,6 @@ from lightrl.training.objective import Objective, normalize_weights
 from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule
 from lightrl.training.outside_eval import OutsideEvaluation
 from lightrl.training.packing import TrainSample
-from lightrl.training.policy import Policy
 from lightrl.training.probe import Probe
 from lightrl.training.update import mismatch_metrics, update
 from lightrl.types import Microbatch, Prompt, SampleGroup
@@ -77,6 +76,7 @@ class Trainer:
             parallel.timeout,
             parallel.expert_parallel,
             parallel.context_parallel,
+            broadcasts_to_servers=config.engine.kind == "sglang_server" and config.sync.transport == "nccl",
         )
         self.console = Console(config.log, enabled=self.world.is_main)
         self.run_dir = Path(config.run.dir).expanduser()
@@ -103,6 +103,7 @@ class Trainer:
             model.path, model.revision, model.tokenizer, model.trust_remote_code
         )
         setup.check_parallel(config.parallel, hf_config, f"model.path = {model.path}")
+        setup.check_replay(config.correction, hf_config, f"model.path = {model.path}")
         self.context_length = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT
         self.prompts = load_prompts(
             config.data,
@@ -136,14 +137,16 @@ class Trainer:
             stop=tuple(config.rollout.stop),
             stop_token_ids=tuple(config.rollout.stop_token_ids),
             top_logprobs=config.correction.score_centering_top_k,
+            return_routing=config.correction.routing_replay == "rollout",
         )
 
     def _load_model(self) -> None:
         config = self.config
         torch.manual_seed(config.run.seed)
         set_deterministic(config.run.deterministic)
-        self.policy = Policy.load(config.model, self.world)
-        self.reference = setup.load_reference(config, self.world)
+        self.policy = setup.load_policy(config, self.world)
+        replay.check_policy(config.correction, self.policy)
+        self.reference = setup.load_reference(config, self.world, self.policy)
         self.critic = Critic.build(config, self.world)
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(steps_done=0)
@@ -160,6 +163,7 @@ class Trainer:
             run_dir=self.run_dir,
             seed=setup.engine_seed(config.run),
             state=self.state,
+            return_routing=self.sampling.return_routing,
             idle=self.dumped is not None,
         )
         self._held.callback(end, lambda: self.engine.close())
@@ -333,6 +337,8 @@ class Trainer:
         """This rank's microbatches of every update of the step."""
         config, algorithm = self.config, self.config.algorithm
         samples = [TrainSample.from_sample(s) for g in groups for s in g.scored]
+        if self.sampling.return_routing:
+            replay.check_samples(samples, self.policy.routing_shape)
         models = [m.module for m in (self.policy, self.reference, self.critic) if m is not None]
         return build_minibatches(
             samples,
@@ -352,12 +358,12 @@ class Trainer:
         A single update is made on the very weights that sampled, so its old log-probs are the present ones and no pass
         is spent on them.
         """
-        temperature = self.sampling.temperature
+        temperature, correction = self.sampling.temperature, self.config.correction
         kl_in_reward = self.reference is not None and self.config.algorithm.kl_in == "reward"
         old = kl_in_reward or self.objective.needs_old_logprobs(len(batch))
         for microbatch in (m for minibatch in batch for m in minibatch):
             if old:
-                microbatch.old_logprobs = self.policy.logprobs(microbatch, temperature)
+                microbatch.old_logprobs = replay.old_logprobs(self.policy, microbatch, temperature, correction, tally)
                 mismatch_metrics(microbatch, microbatch.old_logprobs, tally)
             if self.reference is not None:
                 microbatch.ref_logprobs = self.reference.logprobs(microbatch, temperature)
@@ -408,7 +414,8 @@ class Trainer:
                 if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
                     self._save(checkpointer, metrics)
                 if config.checkpoint.hf_every and step % config.checkpoint.hf_every == 0:
-                    self.export(self.run_dir / "hf" / f"step_{step:06d}", replace=True)
+                    self._take_back()
+                    run_folder.export_step(self.policy, config, step, self.world)
                     if self.critic is not None:
                         self.critic.export(self.run_dir / "hf" / f"step_{step:06d}_critic", replace=True)
                 self.outside.log(trackers)
@@ -468,11 +475,7 @@ class Trainer:
             self.source.restore(extra["source"])
         self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
         self.groups_done = extra["groups"]
-        if extra["model"] != self.config.model.path:
-            self.console.warning(
-                f"model.path: {self.config.model.path} was {extra['model']} when this checkpoint was "
-                "written: weights are the checkpoint's, reference and exported files those of the new path"
-            )
+        run_folder.check_base(extra, self.policy, self.config, folder, self.console)
 
     def _take_back(self) -> None:
         """Weights and training state are in place. They were lent, or away, where a step or an evaluation broke off."""
@@ -530,6 +533,7 @@ class Trainer:
                 "policy_version": self.policy_version,
                 "groups": self.groups_done,
                 "model": self.config.model.path,
+                "adapter_scaling": run_folder.adapter_scaling(self.policy),
                 "source": self.source.state(),
             },
             metrics=metrics,
