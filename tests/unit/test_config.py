@@ -30,7 +30,7 @@ def problems(*args: Any, **kwargs: Any) -> list[str]:
 
 SECTIONS = ", ".join(sections())
 OPTIM_KEYS = ", ".join(f.name for f in dataclasses.fields(OptimConfig))
-RUN_KEYS = "dir, steps, seed, resume, device, deterministic"
+RUN_KEYS = "dir, steps, seed, resume, device, deterministic, on_step"
 SET_KEYS = ", ".join(f.name for f in dataclasses.fields(EvalSetConfig))
 
 BAD_TOML = {

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightrl.config.schema import DataConfig, SFTConfig
 from lightrl.data.errors import BadRows, DataError
+from lightrl.data.mapping import Mapper
 from lightrl.data.render import RowError, RowReader, encodable, kind_of
 from lightrl.data.rows import read_rows
 from lightrl.data.turns import ConversationEncoder, Message, TurnError
@@ -74,14 +75,14 @@ def load_conversations(
 
     Raises DataError with `file:line`, for the first bad row and the number of others.
     """
-    reader = _Reader(data, sft, tokenizer, end_ids)
+    reader, mapped = _Reader(data, sft, tokenizer, end_ids), Mapper(data.map)
     bad = BadRows()
     found: list[Conversation] = []
     paths = [data.path] if isinstance(data.path, str) else list(data.path)
     if not any(paths):
         raise DataError("data.path is not set: name a jsonl or parquet file, a folder or a hub dataset")
     for path in paths:
-        for source, row in read_rows(path, data.split, bad):
+        for source, row in mapped(read_rows(path, data.split, bad), bad):
             try:
                 tokens, mask = reader.read(row)
             except (RowError, TurnError) as error:
@@ -89,11 +90,13 @@ def load_conversations(
             else:
                 found.append(Conversation(index=len(found), tokens=tokens, loss_mask=mask, source=source))
     bad.raise_if_any()
+    mapped.check_any(", ".join(paths))
     reader.rows.check_optional_keys(", ".join(paths))
     limit = min(context_length, sft.max_tokens or context_length)
     reason = "the model's context" if limit == context_length else "sft.max_tokens"
     kept, notice = _hold_to_limit(found, limit, reason, data.overlong)
-    notices = tuple(text for text in (notice, *reader.notices()) if text)
+    left_out = f"data.map left out {mapped.left_out} rows" if mapped.left_out else ""
+    notices = tuple(text for text in (left_out, notice, *reader.notices()) if text)
     return ConversationSet(conversations=kept, limit=limit, notices=notices)
 
 

@@ -27,6 +27,7 @@ from lightrl.errors import UserError, end
 from lightrl.models import load, lora
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.critic import Critic, critic_model
+from lightrl.training.dumped import NoEngine
 from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.types import Prompt
 from lightrl.wrappers import is_adapter
@@ -222,13 +223,18 @@ def build_engine(
     seed: int = 0,
     state: TrainingState | None = None,
     return_routing: bool = False,
+    idle: bool = False,
 ) -> Engine:
     """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`, and to know
     at its start whether it will be asked to `return_routing`.
 
+    With `idle` none is made: nothing will be generated.
+
     The training `state` leaves the GPU while an engine starts on it, where it would not find its share of the memory;
     afterwards the engine's memory is released.
     """
+    if idle:
+        return NoEngine()
     if config.kind != "transformers":
         assert world is not None, "SGLang's engine needs to know its ranks"
         if config.kind == "sglang_server":
@@ -382,6 +388,7 @@ def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[
     critic = {"critic": config.critic.path or "from the policy's start"} if config.algorithm.estimator.critic else {}
     return model_facts(config, world, policy) | {
         **critic,
+        **({"rollouts": f"of {config.debug.rollouts}: no engine, no evaluation"} if config.debug.rollouts else {}),
         "data": f"{len(prompts)} prompts from {config.data.path}",
         "step": f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples, "
         f"{config.algorithm.minibatches_per_step} update{'s' * (config.algorithm.minibatches_per_step > 1)}",
