@@ -348,7 +348,9 @@ def _of_teacher_url(config: Config, url: str) -> Problems:
     if url.rstrip("/") in [other.rstrip("/") for other in config.engine.urls]:
         problems.append(("teacher.url", "it is one of engine.urls, which get the policy's weights: name another"))
     if teacher.form == "full":
-        text = "'full' wants all of the teacher's distribution, which teacher.url does not send: choose 'top_k', or name"
+        text = (
+            "'full' wants all of the teacher's distribution, which teacher.url does not send: choose 'top_k', or name"
+        )
         problems.append(("teacher.form", f"{text} teacher.path"))
     if teacher.student_k:
         text = "a server at teacher.url names its own likeliest tokens alone: choose 'teacher', or name teacher.path"
@@ -373,11 +375,15 @@ def _of_no_advantage(config: Config) -> Problems:
     problems = []
     by_reward = algorithm.kl_in == "reward"
     if not (config.teacher.enabled or algorithm.entropy_coef or (algorithm.kl_coef and not by_reward)):
-        problems.append((key, "'none' leaves nothing to learn from: set teacher.path or teacher.url, or choose another"))
+        problems.append(
+            (key, "'none' leaves nothing to learn from: set teacher.path or teacher.url, or choose another")
+        )
     others = {
         "algorithm.kl_in = 'reward'": algorithm.kl_coef > 0 and by_reward,
         "algorithm.overlong_buffer": algorithm.overlong_buffer is not None,
         "algorithm.whiten": algorithm.whiten not in (None, "none"),
         "rollout.filter = 'nonzero_std'": config.rollout.filter == "nonzero_std",
     }
-    return problems + [(key, f"'none' makes nothing of rewards, nor of {name}: drop it") for name, on in others.items() if on]
+    return problems + [
+        (key, f"'none' makes nothing of rewards, nor of {name}: drop it") for name, on in others.items() if on
+    ]

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from lightrl.config.load import model_fault
 from lightrl.config.rundir import newest_state, run_dir_fault
-from lightrl.config.schema import Config, EngineConfig, ParallelConfig, RunConfig, SyncConfig
+from lightrl.config.schema import Config, EngineConfig, ParallelConfig, RewardConfig, RunConfig, SyncConfig
 from lightrl.data import PromptSource
 from lightrl.data.conversations import Conversation
 from lightrl.distributed.mesh import World, consecutive_group
@@ -28,6 +28,7 @@ from lightrl.models import load
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.critic import Critic, critic_model
 from lightrl.training.policy import Policy
+from lightrl.training.teacher import Teacher, make_server
 from lightrl.types import Prompt
 
 _BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations
@@ -47,8 +48,9 @@ def check(config: Config) -> None:
         value = getattr(config.model, key)
         if value and (fault := model_fault(value)) is not None:
             problems.append((f"model.{key}", fault))
-    if config.critic.path and (fault := model_fault(config.critic.path)) is not None:
-        problems.append(("critic.path", fault))
+    for key, path in (("critic.path", config.critic.path), ("teacher.path", config.teacher.path)):
+        if path and (fault := model_fault(path)) is not None:
+            problems.append((key, fault))
     if "wandb" in config.log.trackers and find_spec("wandb") is None:
         problems.append(("log.trackers", "wandb is not installed: pip install wandb, or take 'wandb' out"))
     if problems:
@@ -62,6 +64,8 @@ def check(config: Config) -> None:
         from lightrl.engine.sglang_server import read_key
 
         read_key(config.engine)
+    if config.teacher.url is not None:
+        make_server(config.teacher)  # knows its key
 
 
 @contextmanager
@@ -165,6 +169,13 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
         load.load_value_config(folder, model.trust_remote_code)
 
 
+def reward_section(config: Config) -> RewardConfig:
+    """`[reward]`; nothing need be named where no reward is trained on."""
+    if config.reward.type or config.algorithm.estimator.rewards:
+        return config.reward
+    return replace(config.reward, type="none")
+
+
 def load_reference(config: Config, world: World) -> Policy | None:
     """The frozen reference, when the KL has a weight."""
     if config.algorithm.kl_coef == 0:
@@ -176,10 +187,16 @@ def load_reference(config: Config, world: World) -> Policy | None:
 
 
 def training_state(
-    config: ParallelConfig, policy: Policy, reference: Policy | None, optimizer: Any, critic: Critic | None = None
+    config: ParallelConfig,
+    policy: Policy,
+    reference: Policy | None,
+    optimizer: Any,
+    critic: Critic | None = None,
+    teacher: Teacher | None = None,
 ) -> TrainingState:
-    """What may leave the GPU while engines generate: policy and critic with their optimizers, and the reference."""
+    """What may leave the GPU while engines generate: policy and critic with their optimizers, reference and teacher."""
     modules = nn.ModuleList(part.module for part in (policy, reference, critic) if part is not None)
+    modules.extend([] if teacher is None else teacher.modules)
     others = [] if critic is None else [critic.optimizer]
     limit = None if config.offload_host_gib is None else int(config.offload_host_gib * 2**30)
     return TrainingState(Offloader(modules, optimizer, *others, max_host_bytes=limit), config.offload)
@@ -331,9 +348,11 @@ def model_facts(config: Config, world: World, policy: Policy) -> dict[str, objec
 def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[str, object]:
     """What a person wants to see when a run starts."""
     rollout = config.rollout
-    critic = {"critic": config.critic.path or "from the policy's start"} if config.algorithm.estimator.critic else {}
+    others = {"critic": config.critic.path or "from the policy's start"} if config.algorithm.estimator.critic else {}
+    if config.teacher.enabled:
+        others["teacher"] = f"{config.teacher.path or config.teacher.url} ({config.teacher.form})"
     return model_facts(config, world, policy) | {
-        **critic,
+        **others,
         "data": f"{len(prompts)} prompts from {config.data.path}",
         "step": f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples, "
         f"{config.algorithm.minibatches_per_step} update{'s' * (config.algorithm.minibatches_per_step > 1)}",

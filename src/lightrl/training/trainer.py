@@ -44,6 +44,7 @@ from lightrl.training.objective import Objective, normalize_weights
 from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule
 from lightrl.training.packing import TrainSample
 from lightrl.training.policy import Policy
+from lightrl.training.teacher import Teacher, check_teacher
 from lightrl.training.update import mismatch_metrics, update
 from lightrl.types import Microbatch, Prompt, SampleGroup
 
@@ -101,14 +102,16 @@ class Trainer:
         )
         setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
         setup.check_reference(config, hf_config, self.tokenizer)
+        check_teacher(config, hf_config, self.tokenizer, self.prompts)
         self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
-        self.scorer = Scorer(config.reward, custom=reward)
+        rewards = setup.reward_section(config)
+        self.scorer = Scorer(rewards, custom=reward)
         self._held.callback(end, self.scorer.close)
         self.filter = load_filter(config.rollout.filter)
         self.advantages = Advantages.load(config.algorithm, config.rollout.max_response_tokens)
-        self.objective = Objective.of(config.algorithm, config.correction)
+        self.objective = Objective.of(config.algorithm, config.correction, config.teacher)
         if reward is None:
-            check_labels(self.prompts, config.reward)
+            check_labels(self.prompts, rewards)
         self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer)
         for eval_set in self.eval_sets:
             self._held.callback(end, eval_set.scorer.close)
@@ -119,7 +122,7 @@ class Trainer:
             top_k=config.rollout.top_k,
             stop=tuple(config.rollout.stop),
             stop_token_ids=tuple(config.rollout.stop_token_ids),
-            top_logprobs=config.correction.score_centering_top_k,
+            top_logprobs=max(config.correction.score_centering_top_k, config.teacher.student_k),
         )
 
     def _load_model(self) -> None:
@@ -129,9 +132,12 @@ class Trainer:
         self.policy = Policy.load(config.model, self.world)
         self.reference = setup.load_reference(config, self.world)
         self.critic = Critic.build(config, self.world)
+        self.teacher = Teacher.build(config, self.world, int(self.policy.hf_config.get_text_config().vocab_size))
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(steps_done=0)
-        self.state = setup.training_state(config.parallel, self.policy, self.reference, self.optimizer, self.critic)
+        self.state = setup.training_state(
+            config.parallel, self.policy, self.reference, self.optimizer, self.critic, self.teacher
+        )
         self._held.callback(end, lambda: self.state.close())
         self.engine = setup.build_engine(
             config.engine,
@@ -174,6 +180,8 @@ class Trainer:
             release_engine(self.policy, self.engine, self.state)
         with timer("train"):
             set_advantages(groups, self.advantages)
+            if self.teacher is not None:
+                self.teacher.score(groups)
             batch = self.pack(groups)
             self.add_logprobs(batch, tally)
             if self.critic is not None:
@@ -205,6 +213,7 @@ class Trainer:
             temperature=self.sampling.temperature,
             max_grad_norm=self.config.optim.max_grad_norm,
             tally=tally,
+            teacher=None if self.teacher is None else self.teacher.head(),
         )
         tally.add("optim/grad_norm", result.grad_norm)
         tally.add("optim/lr", result.lr, kind="max")
@@ -219,6 +228,8 @@ class Trainer:
         advance(self.schedule, updates)
         if self.critic is not None:
             self.critic.settle(updates)
+        if self.teacher is not None:
+            self.teacher.reclaim()
         if source is not None:
             source.settle()
 
@@ -311,6 +322,7 @@ class Trainer:
         config, algorithm = self.config, self.config.algorithm
         samples = [TrainSample.from_sample(s) for g in groups for s in g.scored]
         models = [m.module for m in (self.policy, self.reference, self.critic) if m is not None]
+        models += [] if self.teacher is None else self.teacher.modules
         return build_minibatches(
             samples,
             self.world,
@@ -324,7 +336,7 @@ class Trainer:
         )
 
     def add_logprobs(self, batch: Sequence[Sequence[Microbatch]], tally: Tally) -> None:
-        """Old and reference log-probs, where the algorithm needs them.
+        """Old and reference log-probs, and a teacher's, where the algorithm needs them.
 
         A single update is made on the very weights that sampled, so its old log-probs are the present ones and no pass
         is spent on them.
@@ -340,6 +352,8 @@ class Trainer:
                 microbatch.ref_logprobs = self.reference.logprobs(microbatch, temperature)
         if self.reference is not None:
             self.reference.reclaim()
+        if self.teacher is not None:
+            self.teacher.add_targets(batch, self.config.correction.score_centering_top_k)
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
