@@ -22,6 +22,7 @@ from lightrl.threads import spawn
 _AT_ONCE = 32  # requests under way, a rank
 _PROBE = 60.0  # seconds
 _DECODED_AT_ONCE = 8192  # tokens
+_SPARE = 8  # more likeliest tokens are asked for, where some may be padding that the policy does not have
 _LOWEST = -1e6  # for a log-prob that JSON cannot hold
 _UNKNOWN = -100.0  # of an id that the server's model has no output for
 
@@ -97,8 +98,13 @@ class TeacherServer:
                 "tokenizer"
             )
 
-    def score(self, answers: Sequence[tuple[list[int], int]], top_k: int = 0) -> list[Scores]:
-        """Of each (prompt and answer, length of the answer), in order. ServerError for what a server cannot do."""
+    def score(
+        self, answers: Sequence[tuple[list[int], int]], top_k: int = 0, vocab_size: int | None = None
+    ) -> list[Scores]:
+        """Of each (prompt and answer, length of the answer), in order. ServerError for what a server cannot do.
+
+        `top_k` likeliest tokens of the first `vocab_size`, the policy's.
+        """
         if not answers:
             return []
         left, found = deque(range(len(answers))), dict[int, Scores]()
@@ -109,7 +115,7 @@ class TeacherServer:
                     number = left.popleft()
                 except IndexError:  # another thread was faster
                     return
-                found[number] = self._score(*answers[number], top_k)
+                found[number] = self._score(*answers[number], top_k, vocab_size)
 
         try:
             self._size()
@@ -120,17 +126,19 @@ class TeacherServer:
             raise ServerError(f"teacher.url: {error}") from None
         return [found[number] for number in range(len(answers))]
 
-    def _score(self, tokens: list[int], length: int, top_k: int) -> Scores:
+    def _score(self, tokens: list[int], length: int, top_k: int, vocab_size: int | None) -> Scores:
+        size = self._vocabulary
+        padded = top_k and size is not None and vocab_size is not None and size > vocab_size
         body = {
             "input_ids": self._known(tokens),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": len(tokens) - length - 1,
-            "top_logprobs_num": top_k,
+            "top_logprobs_num": min(top_k + _SPARE, size or top_k) if padded else top_k,
         }
         answer = self._server.ask("/generate", body, self._timeout)
         try:
-            return self._scores_of(answer.get("meta_info") or {}, tokens[-length:], top_k)
+            return self._scores_of(answer.get("meta_info") or {}, tokens[-length:], top_k, vocab_size)
         except _BadReplyError as error:
             raise ServerError(f"{self._server.url}/generate: {error}") from None
 
@@ -139,7 +147,7 @@ class TeacherServer:
         size = self._vocabulary
         return tokens if size is None else [min(token, size - 1) for token in tokens]
 
-    def _scores_of(self, meta: dict[str, Any], response: list[int], top_k: int) -> Scores:
+    def _scores_of(self, meta: dict[str, Any], response: list[int], top_k: int, vocab_size: int | None) -> Scores:
         """The first entry of a reply is of the prompt's last token, and says nothing."""
         places = _last(meta.get("input_token_logprobs"), len(response), "log-probs")
         expected = self._known(response)
@@ -151,8 +159,10 @@ class TeacherServer:
         if not top_k:
             return Scores(logprobs=logprobs)
         tops = _last(meta.get("input_top_logprobs"), len(response), "lists of likeliest tokens")
+        if vocab_size is not None:
+            tops = [[entry for entry in top if entry[1] < vocab_size] for top in tops]
         if short := [top for top in tops if len(top) < top_k]:
-            raise _BadReplyError(f"it named {len(short[0])} likeliest tokens of {top_k}")
+            raise _BadReplyError(f"it named {len(short[0])} likeliest tokens of {top_k} that the policy knows")
         return Scores(
             logprobs=logprobs,
             top_ids=[[int(entry[1]) for entry in top[:top_k]] for top in tops],

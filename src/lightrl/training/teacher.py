@@ -110,20 +110,11 @@ class Teacher:
         if self.server is None:
             return
         samples = [s for g in groups for s in g.scored if s.response_length]
-        answers = self.server.score([(s.tokens, s.response_length) for s in samples], self.config.k)
+        answers = self.server.score([(s.tokens, s.response_length) for s in samples], self.config.k, self.size)
         for sample, answer in zip(samples, answers, strict=True):
             sample.teacher_logprobs = answer.logprobs
             if self.config.k:
-                self._check_known(answer.top_ids)
                 sample.teacher_top_ids, sample.teacher_top_logprobs = answer.top_ids, answer.top_logprobs
-
-    def _check_known(self, top_ids: Sequence[Sequence[int]]) -> None:
-        highest = max(max(ids) for ids in top_ids)
-        if highest >= self.size:
-            raise UserError(
-                f"teacher.top_k: the server at teacher.url names token {highest} among its likeliest, none of the "
-                f"policy's {self.size}: lower it"
-            )
 
     @torch.no_grad()
     def add_targets(self, batch: Iterable[Sequence[Microbatch]], engine_top_k: int = 0) -> None:
