@@ -1,5 +1,5 @@
-"""A teacher on two gloo ranks against one process: gradients of every form, odd microbatches, a rank without work, spread
-rows and experts; and what a server said of samples that change rank."""
+"""A teacher on two gloo ranks against one process: gradients of every form, odd microbatches, a rank without work,
+spread rows and experts; and what a server said of samples that change rank."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from lightrl.kernels.divergence import KINDS, Head, divergence, linear_divergenc
         ("reverse_kl", 0.1438410, -0.2746531),
         # 3/4 ln(3/2) + 1/4 ln(1/2); q - p
         ("forward_kl", 0.1308120, -0.25),
-        # m = 5/8, 3/8: half of 3/4 ln(6/5) + 1/4 ln(2/3), and of ln(4/5) / 2 + ln(4/3) / 2; q / 2 (ln(q / m) - KL(q, m))
+        # m = 5/8, 3/8: half of 3/4 ln(6/5) + 1/4 ln(2/3), and of ln(4/5) / 2 + ln(4/3) / 2;
+        # q / 2 (ln(q / m) - KL(q || m))
         ("jsd", 0.0338221, -0.0638532),
     ],
 )
