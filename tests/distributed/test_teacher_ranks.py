@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rows_server": {"teacher": {"form": "top_k", "top_k": 4}, "said": True, "parallel": {"context_parallel": 2}},
     "rows_student": {"teacher": STUDENT, "parallel": {"context_parallel": 2}},
     "experts": {"teacher": FULL, "model": "qwen3_moe", "as": "qwen3_moe", "parallel": {"expert_parallel": 2}},
+    "experts_of_the_policy": {"teacher": {}, "model": "qwen3_moe", "parallel": {"expert_parallel": 2}},
 }
 
 
@@ -61,8 +62,6 @@ def gradients(models: Path, case: dict[str, Any], *, alone: bool = False) -> dic
     )
     policy = Policy.load(config.model, world)
     teacher = Teacher.build(config, world, 97)
-    assert teacher is not None
-    assert teacher.policy is not None
     samples = make_samples(case.get("only"))
     for s in samples:
         g = torch.Generator().manual_seed(100 * s.group_index + s.index)

@@ -297,7 +297,6 @@ def test_models_equal_stock(tmp_path: Path, case: str):
         world = init_world("cpu")
         policy = Policy.load(config.model, world)
         teacher = Teacher.build(config, world, 30)
-        assert teacher is not None
         shares = policy.module.packed and teacher.modules[0].packed
         units = [found] if shares else [[s] for s in found]
         count = sum(map(sum, (s.loss_mask for s in found)))
@@ -334,7 +333,6 @@ def test_tokens_that_a_teacher_does_not_have(tmp_path: Path):
     try:
         teacher = Teacher.build(config, init_world("cpu"), 40)
         batch = pack([[sample]], [[1.0]])
-        assert teacher is not None
         teacher.add_targets([[batch]])
     finally:
         close_world()

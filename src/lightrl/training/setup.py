@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,8 +28,10 @@ from lightrl.models import load
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.critic import Critic, critic_model
 from lightrl.training.policy import Policy
-from lightrl.training.teacher import Teacher, make_server
 from lightrl.types import Prompt
+
+if TYPE_CHECKING:
+    from lightrl.training.teacher import Teacher
 
 _BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations
 UNKNOWN_CONTEXT = 1 << 20  # tokens, for a model whose config states no limit
@@ -64,8 +66,6 @@ def check(config: Config) -> None:
         from lightrl.engine.sglang_server import read_key
 
         read_key(config.engine)
-    if config.teacher.url is not None:
-        make_server(config.teacher)  # knows its key
 
 
 @contextmanager

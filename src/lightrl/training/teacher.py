@@ -20,6 +20,7 @@ from lightrl.kernels.divergence import Head, linear_top_logprobs
 from lightrl.kernels.logprob import linear_logprobs
 from lightrl.models import load, registry
 from lightrl.training.policy import Policy, PolicyModule, TeacherHead, logprobs_at
+from lightrl.training.setup import check_parallel
 from lightrl.types import Microbatch, Prompt, SampleGroup
 
 if TYPE_CHECKING:
@@ -83,11 +84,9 @@ class Teacher:
     server: TeacherServer | None = None
 
     @classmethod
-    def build(cls, config: Config, world: World, vocab_size: int) -> Teacher | None:
-        """What `[teacher]` says, None without one; `vocab_size` is the policy's."""
+    def build(cls, config: Config, world: World, vocab_size: int) -> Teacher:
+        """What `[teacher]` says; `vocab_size` is the policy's."""
         teacher = config.teacher
-        if not teacher.enabled:
-            return None
         temperature = config.rollout.temperature if teacher.temperature is None else teacher.temperature
         if teacher.url is not None:
             return cls(config=teacher, temperature=temperature, size=vocab_size, server=make_server(teacher))
@@ -109,7 +108,7 @@ class Teacher:
         """Ask a server about this rank's samples."""
         if self.server is None:
             return
-        samples = [s for g in groups for s in g.scored if s.response_length]
+        samples = [s for g in groups for s in g.scored if any(s.mask)]  # others are not trained on
         answers = self.server.score([(s.tokens, s.response_length) for s in samples], self.config.k, self.size)
         for sample, answer in zip(samples, answers, strict=True):
             sample.teacher_logprobs = answer.logprobs
@@ -182,8 +181,6 @@ def no_full(config: TeacherConfig) -> str:
 def check_teacher(config: Config, hf_config: Any, tokenizer: Any, prompts: Iterable[Prompt]) -> None:
     """UserError, before a model loads, for a teacher that reads other tokens than the policy writes, or too few."""
     teacher = config.teacher
-    if not teacher.enabled:
-        return
     vocab_size = int(hf_config.get_text_config().vocab_size)
     longest = max((len(p.tokens) for p in prompts), default=0) + config.rollout.max_response_tokens
     if teacher.k > min(vocab_size, len(tokenizer)):
@@ -202,6 +199,7 @@ def check_teacher(config: Config, hf_config: Any, tokenizer: Any, prompts: Itera
             f"teacher.path: {path} has {size} tokens, the policy (model.path) {needed}: a teacher has the policy's "
             "vocabulary; name a model of its family"
         )
+    check_parallel(config.parallel, theirs, f"teacher.path = {path}", needs_experts=False)
     context = load.context_length(theirs)
     if context is not None and context < longest:
         raise UserError(

@@ -54,12 +54,21 @@ class Trainer:
 
     Works under torchrun and, as a world of one, in plain Python or a notebook. Everything that can be wrong with
     config, data and rewards is found before the model loads. So is, with `claim`, a `run_dir` that another run has or
-    that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone.
+    that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone. With `only_evaluate`
+    it does without a teacher.
     """
 
-    def __init__(self, config: Config, *, reward: Callable[..., Any] | None = None, claim: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        reward: Callable[..., Any] | None = None,
+        claim: bool = False,
+        only_evaluate: bool = False,
+    ) -> None:
         setup.check(config)
         self.config = config
+        self._has_teacher = config.teacher.enabled and not only_evaluate
         parallel = config.parallel
         self.world = init_world(
             config.run.device,
@@ -102,7 +111,8 @@ class Trainer:
         )
         setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
         setup.check_reference(config, hf_config, self.tokenizer)
-        check_teacher(config, hf_config, self.tokenizer, self.prompts)
+        if self._has_teacher:
+            check_teacher(config, hf_config, self.tokenizer, self.prompts)
         self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         rewards = setup.reward_section(config)
         self.scorer = Scorer(rewards, custom=reward)
@@ -132,7 +142,8 @@ class Trainer:
         self.policy = Policy.load(config.model, self.world)
         self.reference = setup.load_reference(config, self.world)
         self.critic = Critic.build(config, self.world)
-        self.teacher = Teacher.build(config, self.world, int(self.policy.hf_config.get_text_config().vocab_size))
+        size = int(self.policy.hf_config.get_text_config().vocab_size)
+        self.teacher = Teacher.build(config, self.world, size) if self._has_teacher else None
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(steps_done=0)
         self.state = setup.training_state(
