@@ -250,7 +250,7 @@ def test_a_perturbed_student_comes_back(tmp_path: Path, form: str, factor: float
     {}, {"form": "top_k", "top_k": 5}, {"form": "top_k", "top_k": 5, "top_k_from": "student"}, {"form": "full"},
 ], ids=lambda keys: "-".join(map(str, keys.values())) or "sampled")  # fmt: skip
 def test_its_own_teacher_teaches_nothing(tmp_path: Path, keys: dict[str, Any]):
-    """At `rollout.temperature` 0.6, which engine, policy and teacher share. At another of the teacher's alone it does."""
+    """At `rollout.temperature` 0.6, which engine, policy and teacher share; at another of the teacher alone it does."""
     found = []
     for temperature in (None, 1.0):
         teacher = {"path": str(tmp_path / "model"), "temperature": temperature} | keys
