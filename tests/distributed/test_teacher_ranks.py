@@ -90,7 +90,7 @@ def gradients(models: Path, case: dict[str, Any], *, alone: bool = False) -> dic
     head = teacher.head()
     for i, batch in enumerate(minibatch):
         set_gradient_sync(policy.module, i == len(minibatch) - 1)
-        logprobs, entropy, *more = policy(batch, 0.9, head)
+        logprobs, entropy, *more = policy(batch, 0.9, teacher=head)
         microbatch_loss(logprobs, entropy, to_device(batch, world.device), objective, tally, *more).backward()
     teacher.reclaim()
     found = {clean_name(n): whole_tensor(p.grad).clone() for n, p in policy.module.named_parameters()}

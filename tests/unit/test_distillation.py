@@ -305,7 +305,9 @@ def test_models_equal_stock(tmp_path: Path, case: str):
         head = teacher.head()
         assert (head is None) == (config.teacher.form != "full")
         goal = Objective.of(AlgorithmConfig(loss="reinforce"), None, config.teacher)
-        loss = microbatch_loss(*policy(batch, 0.7, head)[:2], batch, goal, Tally(), *policy(batch, 0.7, head)[2:])
+        loss = microbatch_loss(
+            *policy(batch, 0.7, teacher=head)[:2], batch, goal, Tally(), *policy(batch, 0.7, teacher=head)[2:]
+        )
         loss.backward()
         teacher.reclaim()
         mine = {n: p.grad.full_tensor() for n, p in policy.module.named_parameters()}
