@@ -354,3 +354,20 @@ def test_it_leaves_the_gpu_with_the_policy(tmp_path: Path):
         trainer.close()
         close_world()
     assert all(torch.equal(t, made[1][n]) for n, t in made[0].items())
+
+
+def test_adapters_learn_from_it(tmp_path: Path):
+    """LoRA under a frozen head: the distance to the teacher falls, and weights below the adapters stay."""
+    pytest.importorskip("peft", reason="adapters are peft's")
+    config = make_run(
+        tmp_path, {"form": "full"}, noise=0.05, **ALONE, lora={"rank": 8}, optim={"lr": 3e-2},
+        log={"save_samples": False},
+    )  # fmt: skip
+    trainer = Trainer(config)
+    frozen = {n: p.full_tensor().clone() for n, p in trainer.policy.module.named_parameters() if not p.requires_grad}
+    found = [trainer.step(trainer.source.next(4))["distill/divergence"] for _ in range(8)]
+    after = whole(trainer.policy.module)
+    trainer.close()
+    assert frozen
+    assert all(torch.equal(after[n], t) for n, t in frozen.items())
+    assert found[-1] < 0.8 * found[0], found
