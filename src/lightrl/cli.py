@@ -395,7 +395,7 @@ def _evaluated(config: Config, checkpoint: Path | None) -> dict[str, float]:
         folder = str(Path(config.run.dir) / "eval" / _name_of(what))
         config = replace(config, run=replace(config.run, dir=folder))
         where += f"; samples go to {folder}" if config.log.save_samples else ""
-    trainer = Trainer(config)
+    trainer = Trainer(config, only_evaluate=True)
     try:
         if state is not None:
             trainer.load_checkpoint(state, weights_only=True)

@@ -72,6 +72,12 @@ class Sample:
     them (`correction.score_centering_top_k`)."""
     rollout_top_logprobs: list[list[float]] | None = None
     """… and their log-probs."""
+    teacher_logprobs: list[float] | None = None
+    """A teacher's log-prob of each response token, where it is a server (`teacher.url`)."""
+    teacher_top_ids: list[list[int]] | None = None
+    """… and its likeliest tokens at each place (`teacher.form = "top_k"`) …"""
+    teacher_top_logprobs: list[list[float]] | None = None
+    """… with their log-probs."""
     rollout_routing: Tensor | None = None
     """The experts that the engine's routers chose for each token but the last, prompt included: [tokens - 1, L, k] of
     the L layers with a router, uint8 or int16; only with `correction.routing_replay = "rollout"`."""
@@ -163,6 +169,10 @@ class Microbatch:
     routing: RoutingRecord | None = None
     old_logprobs: Tensor | None = None  # [N] float32
     ref_logprobs: Tensor | None = None  # [N] float32
+    teacher_logprobs: Tensor | None = None  # [N] float32
+    teacher_top_ids: Tensor | None = None  # [N, k] int64, the tokens of `teacher.form = "top_k"`
+    teacher_top_logprobs: Tensor | None = None  # [N, k] float32, the teacher's
+    teacher_hidden: Tensor | None = None  # [N, G], what the teacher's head makes its distribution of (`full`)
     values: Tensor | None = None  # [N] float32, the critic's, before the step's updates
     returns: Tensor | None = None  # [N] float32, what they should have been
     sample_keys: list[tuple[int, int]] = field(default_factory=list)

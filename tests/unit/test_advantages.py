@@ -248,7 +248,7 @@ def plain(groups: list[SampleGroup], batch, config: AlgorithmConfig) -> dict[tup
         rewards = [s.reward - in_reward * sum(tokens_kl[k]) for k, s in zip(keys, samples, strict=True)]
         for i, key in enumerate(keys):
             others = rewards[:i] + rewards[i + 1 :]
-            if not others:
+            if not others or config.advantage == "none":
                 value = 0.0
             elif config.advantage == "rloo":
                 value = rewards[i] - statistics.fmean(others)

@@ -36,6 +36,7 @@ from lightrl.config.schema import (
     RunConfig,
     SFTConfig,
     SyncConfig,
+    TeacherConfig,
 )
 
 
@@ -172,6 +173,16 @@ FULL = Config(
         decay_steps=2,
         min_lr_ratio=0.1,
     ),
+    teacher=TeacherConfig(
+        path="org/teacher",
+        revision="main",
+        coef=0.5,
+        form="top_k",
+        divergence="jsd",
+        jsd_beta=0.25,
+        top_k=9,
+        temperature=0.8,
+    ),
     critic=CriticConfig(path="org/critic", value_clip=0.2, pretrain_steps=3),
     critic_optim=CriticOptimConfig(
         lr=1e-4,
@@ -252,7 +263,8 @@ def test_dump_reloads() -> None:
     elsewhere = {  # have one value only, or go with others than these
         *("engine.kind", "engine.urls", "algorithm.normalize_std", "algorithm.dual_clip", "algorithm.tau_pos"),
         *("algorithm.tau_neg", "algorithm.kl_unbiased", "correction.use_rollout_logprobs", "parallel.context_parallel"),
-        "correction.score_centering_top_k",
+        *("correction.score_centering_top_k", "teacher.url", "teacher.api_key_env", "teacher.request_timeout"),
+        "teacher.top_k_from",
     }
     for name, cls in sections().items():
         for field in dataclasses.fields(cls):
@@ -265,6 +277,11 @@ def test_dump_reloads() -> None:
         FULL, engine=EngineConfig(kind="sglang_server", urls=["http://a:1", "http://[::1]:2"])
     )
     assert reload(servers) == servers
+    for teacher in (
+        TeacherConfig(url="http://a:1", api_key_env="KEY", request_timeout=9.5),
+        TeacherConfig(path="a/b", form="top_k", top_k_from="student"),
+    ):
+        assert reload(Config(teacher=teacher)) == Config(teacher=teacher)
     centred = Config(algorithm=AlgorithmConfig(normalize_std=False))
     assert reload(centred) == centred
     for algorithm in (

@@ -224,7 +224,8 @@ def _check_files(config: Config, sources: Sources) -> None:
     if config.debug.rollouts is not None and not FilePath(config.debug.rollouts).expanduser().exists():
         _add(sources, "debug.rollouts", f"no such file or folder: {config.debug.rollouts}")
     models = [(("model", name), getattr(config.model, name)) for name in ("path", "tokenizer", "reference_path")]
-    for key, value in [*models, (("critic", "path"), config.critic.path)]:
+    models += [((name, "path"), getattr(config, name).path) for name in ("critic", "teacher")]
+    for key, value in models:
         if value and (fault := model_fault(value)) is not None:
             _add(sources, key, fault)
 

@@ -24,6 +24,7 @@ from lightrl.config.looking import looking_problems
 from lightrl.config.lora import LoraConfig as LoraConfig
 from lightrl.config.lora import lora_problems
 from lightrl.config.sft import SFTConfig as SFTConfig
+from lightrl.config.teacher import TeacherConfig as TeacherConfig
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -114,7 +115,8 @@ class RewardConfig:
 
     type: Code = ""
     """Name of a rule (math, deepscaler, dapo, f1, gpqa, number, exact, random; `boxed_NAME` grades the last box), or
-    `package.module:function`. A row's `metadata.rm_type` wins. Required unless every row names one."""
+    `package.module:function`. A row's `metadata.rm_type` wins. Required unless every row names one, or
+    `algorithm.advantage` is `none`."""
     key: str | None = None
     """Which entry of a dict reward is the number to train on."""
     batched: bool = False
@@ -231,8 +233,9 @@ class AlgorithmConfig:
     """Advantages and loss."""
 
     advantage: Code = "grpo"
-    """Advantage estimator: grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (with a critic), or
-    `package.module:function`; formulas in docs/algorithms.md. Dr.GRPO is `grpo` with `normalize_std = false`."""
+    """Advantage estimator: grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (with a critic), none
+    (of a teacher alone), or `package.module:function`; formulas in docs/algorithms.md. Dr.GRPO is `grpo` with
+    `normalize_std = false`."""
     normalize_std: bool = True
     """`grpo`: divide group-centred rewards by their standard deviation (GRPO); false only centres them (Dr.GRPO)."""
     gamma: Fraction = 1.0
@@ -505,6 +508,7 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -539,7 +543,8 @@ class Config:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
         problems += rules.of_advantages(self) + rules.of_critics(self) + rules.of_shared_rows(self)
-        problems += rules.of_losses(self) + rules.of_corrections(self) + lora_problems(self) + looking_problems(self)
+        problems += rules.of_losses(self) + rules.of_corrections(self) + rules.of_teachers(self) + lora_problems(self)
+        problems += looking_problems(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems

@@ -19,10 +19,11 @@ from lightrl.algorithms.corrections import (
     not_vetoed,
     score_centering,
 )
+from lightrl.algorithms.distillation import reverse_kl, top_k_divergence
 from lightrl.algorithms.losses import LossTokens, PolicyLoss, reinforce_loss
 from lightrl.algorithms.samples import Samples
 from lightrl.config.losses import LOSSES
-from lightrl.config.schema import AlgorithmConfig, CorrectionConfig
+from lightrl.config.schema import AlgorithmConfig, CorrectionConfig, TeacherConfig
 from lightrl.distributed.mesh import World
 from lightrl.errors import UserError
 from lightrl.types import Microbatch
@@ -34,13 +35,22 @@ class Objective:
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     policy_loss: Callable[[LossTokens], PolicyLoss]
 
     @classmethod
-    def of(cls, algorithm: AlgorithmConfig, correction: CorrectionConfig | None = None) -> Objective:
+    def of(
+        cls,
+        algorithm: AlgorithmConfig,
+        correction: CorrectionConfig | None = None,
+        teacher: TeacherConfig | None = None,
+    ) -> Objective:
         """UserError for a function that cannot be loaded."""
         return cls(
-            algorithm=algorithm, correction=correction or CorrectionConfig(), policy_loss=load_policy_loss(algorithm)
+            algorithm=algorithm,
+            correction=correction or CorrectionConfig(),
+            teacher=teacher or TeacherConfig(),
+            policy_loss=load_policy_loss(algorithm),
         )
 
     @property
@@ -49,7 +59,7 @@ class Objective:
         a = self.algorithm
         final = a.estimator.kind == "group" and a.whitening == "none"  # known before samples are packed
         others = a.kl_coef or a.entropy_coef or self.correction.tis_batch_normalize or a.loss not in LOSSES
-        return a.skip_zero_advantage and final and not others
+        return a.skip_zero_advantage and final and not others and not self.teacher.enabled
 
     def needs_old_logprobs(self, updates: int) -> bool:
         """Does the trainer have to compute log-probs before the first of the step's `updates`?
@@ -157,6 +167,43 @@ def center(config: CorrectionConfig, batch: Microbatch, top_logprobs: Tensor | N
     engine = batch.rollout_top_logprobs.masked_fill(batch.loss_mask[:, None] == 0, 0.0)  # any number will do there
     term = score_centering(top_logprobs, engine, mode=mode, lower=low, upper=high)
     return batch.advantages * term / batch.weight_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """What a teacher makes of a microbatch's tokens."""
+
+    reverse_kl: Tensor  # [N] log policy - log teacher of the sampled tokens, 0 on others
+    advantages: Tensor | None = None  # [N] to be added to the tokens' own
+    divergence: Tensor | None = None  # [N] with gradient, times the coefficient to be added to their losses
+
+
+def distill(
+    config: TeacherConfig,
+    batch: Microbatch,
+    old: Tensor,
+    top_logprobs: Tensor | None = None,
+    divergence: Tensor | None = None,
+) -> Distillation | None:
+    """The term of `[teacher]`; None without one.
+
+    `old` [N] are the log-probs before the step's updates; of the present policy, with gradient, `top_logprobs` [N, k]
+    are those of `batch.teacher_top_ids`, and `divergence` [N] is that from the whole of the teacher's distribution.
+    """
+    if not config.enabled or not batch.sample_keys:
+        return None
+    counted = batch.loss_mask > 0
+    assert batch.teacher_logprobs is not None, "a teacher has said nothing of these tokens"
+    found = reverse_kl(old.detach(), batch.teacher_logprobs).masked_fill(~counted, 0.0)
+    if config.form == "sampled":
+        return Distillation(reverse_kl=found, advantages=-config.coef * found)
+    if config.form == "top_k":
+        assert top_logprobs is not None
+        assert batch.teacher_top_logprobs is not None
+        theirs = batch.teacher_top_logprobs.masked_fill(~counted[:, None], 0.0)  # any number will do there
+        divergence = top_k_divergence(top_logprobs, theirs, config.kind, config.beta)
+    assert divergence is not None
+    return Distillation(reverse_kl=found, divergence=divergence)
 
 
 def _tis_weights(config: CorrectionConfig, log_ratio: Tensor, samples: Samples) -> Weights:

@@ -17,7 +17,15 @@ from transformers import AutoConfig
 
 from lightrl.config.load import model_fault
 from lightrl.config.rundir import newest_state, run_dir_fault
-from lightrl.config.schema import Config, CorrectionConfig, EngineConfig, ParallelConfig, RunConfig, SyncConfig
+from lightrl.config.schema import (
+    Config,
+    CorrectionConfig,
+    EngineConfig,
+    ParallelConfig,
+    RewardConfig,
+    RunConfig,
+    SyncConfig,
+)
 from lightrl.data import PromptSource
 from lightrl.data.conversations import Conversation
 from lightrl.distributed.mesh import World, consecutive_group
@@ -34,6 +42,7 @@ from lightrl.wrappers import is_adapter
 
 if TYPE_CHECKING:
     from lightrl.engine import sglang_requests
+    from lightrl.training.teacher import Teacher
 
 _BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations
 UNKNOWN_CONTEXT = 1 << 20  # tokens, for a model whose config states no limit
@@ -52,8 +61,9 @@ def check(config: Config) -> None:
         value = getattr(config.model, key)
         if value and (fault := model_fault(value)) is not None:
             problems.append((f"model.{key}", fault))
-    if config.critic.path and (fault := model_fault(config.critic.path)) is not None:
-        problems.append(("critic.path", fault))
+    for key, path in (("critic.path", config.critic.path), ("teacher.path", config.teacher.path)):
+        if path and (fault := model_fault(path)) is not None:
+            problems.append((key, fault))
     if config.lora.rank and (fault := lora.missing()) is not None:
         problems.append(("lora.rank", fault))
     if "wandb" in config.log.trackers and find_spec("wandb") is None:
@@ -179,6 +189,13 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
         load.load_value_config(folder, model.trust_remote_code)
 
 
+def reward_section(config: Config) -> RewardConfig:
+    """`[reward]`; nothing need be named where no reward is trained on."""
+    if config.reward.type or config.algorithm.estimator.rewards:
+        return config.reward
+    return replace(config.reward, type="none")
+
+
 def load_policy(config: Config, world: World) -> Policy:
     """What is trained: all weights, or with `lora.rank` adapters."""
     return Policy.load(config.model, world, adapters=config.lora if config.lora.rank else None, seed=config.run.seed)
@@ -202,9 +219,11 @@ def training_state(
     reference: Policy | AdaptersOff | None,
     optimizer: Any,
     critic: Critic | None = None,
+    teacher: Teacher | None = None,
 ) -> TrainingState:
-    """What may leave the GPU while engines generate: policy and critic with their optimizers, and the reference."""
+    """What may leave the GPU while engines generate: policy and critic with their optimizers, reference and teacher."""
     modules = nn.ModuleList(part.module for part in (policy, reference, critic) if part is not None)
+    modules.extend([] if teacher is None else teacher.modules)
     others = [] if critic is None else [critic.optimizer]
     limit = None if config.offload_host_gib is None else int(config.offload_host_gib * 2**30)
     return TrainingState(Offloader(modules, optimizer, *others, max_host_bytes=limit), config.offload)
@@ -385,9 +404,11 @@ def model_facts(config: Config, world: World, policy: Policy) -> dict[str, objec
 def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[str, object]:
     """What a person wants to see when a run starts."""
     rollout = config.rollout
-    critic = {"critic": config.critic.path or "from the policy's start"} if config.algorithm.estimator.critic else {}
+    others = {"critic": config.critic.path or "from the policy's start"} if config.algorithm.estimator.critic else {}
+    if config.teacher.enabled:
+        others["teacher"] = f"{config.teacher.path or config.teacher.url} ({config.teacher.form})"
     return model_facts(config, world, policy) | {
-        **critic,
+        **others,
         **({"rollouts": f"of {config.debug.rollouts}: no engine, no evaluation"} if config.debug.rollouts else {}),
         "data": f"{len(prompts)} prompts from {config.data.path}",
         "step": f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples, "

@@ -46,6 +46,7 @@ from lightrl.training.optim import advance, apply_settings, build_optimizer, bui
 from lightrl.training.outside_eval import OutsideEvaluation
 from lightrl.training.packing import TrainSample
 from lightrl.training.probe import Probe
+from lightrl.training.teacher import Teacher, check_teacher
 from lightrl.training.update import mismatch_metrics, update
 from lightrl.types import Microbatch, Prompt, SampleGroup
 
@@ -55,7 +56,8 @@ class Trainer:
 
     Works under torchrun and, as a world of one, in plain Python or a notebook. Everything that can be wrong with
     config, data and rewards is found before the model loads. So is, with `claim`, a `run_dir` that another run has or
-    that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone.
+    that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone. With `only_evaluate`
+    it does without a teacher.
     """
 
     def __init__(
@@ -65,10 +67,12 @@ class Trainer:
         reward: Callable[..., Any] | None = None,
         hooks: Hooks | None = None,
         claim: bool = False,
+        only_evaluate: bool = False,
     ) -> None:
         config = without_engine(config)
         setup.check(config)
         self.config = config
+        self._has_teacher = config.teacher.enabled and not only_evaluate
         parallel = config.parallel
         self.world = init_world(
             config.run.device,
@@ -115,17 +119,20 @@ class Trainer:
         self.dumped = DumpedRollouts.open(config, int(hf_config.get_text_config().vocab_size))
         setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
         setup.check_reference(config, hf_config, self.tokenizer)
+        if self._has_teacher:
+            check_teacher(config, hf_config, self.tokenizer, self.prompts)
         self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
-        self.scorer = Scorer(config.reward, custom=reward)
+        rewards = setup.reward_section(config)
+        self.scorer = Scorer(rewards, custom=reward)
         self._held.callback(end, self.scorer.close)
         self.filter, self.generate = hooks.filter, hooks.generate
         self.probe = Probe(config, self.run_dir, self.world, self.scorer, hooks.on_step)
         self._held.callback(end, self.probe.close)
         self.outside = OutsideEvaluation(config, self.run_dir, self.world, self.console)
         self.advantages = Advantages.load(config.algorithm, config.rollout.max_response_tokens)
-        self.objective = Objective.of(config.algorithm, config.correction)
+        self.objective = Objective.of(config.algorithm, config.correction, config.teacher)
         if reward is None:
-            check_labels(self.prompts, config.reward)
+            check_labels(self.prompts, rewards)
         self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer, hooks.row_map)
         for eval_set in self.eval_sets:
             self._held.callback(end, eval_set.scorer.close)
@@ -136,7 +143,7 @@ class Trainer:
             top_k=config.rollout.top_k,
             stop=tuple(config.rollout.stop),
             stop_token_ids=tuple(config.rollout.stop_token_ids),
-            top_logprobs=config.correction.score_centering_top_k,
+            top_logprobs=max(config.correction.score_centering_top_k, config.teacher.student_k),
             return_routing=config.correction.routing_replay == "rollout",
         )
 
@@ -148,9 +155,13 @@ class Trainer:
         replay.check_policy(config.correction, self.policy)
         self.reference = setup.load_reference(config, self.world, self.policy)
         self.critic = Critic.build(config, self.world)
+        size = int(self.policy.hf_config.get_text_config().vocab_size)
+        self.teacher = Teacher.build(config, self.world, size) if self._has_teacher else None
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(steps_done=0)
-        self.state = setup.training_state(config.parallel, self.policy, self.reference, self.optimizer, self.critic)
+        self.state = setup.training_state(
+            config.parallel, self.policy, self.reference, self.optimizer, self.critic, self.teacher
+        )
         self._held.callback(end, lambda: self.state.close())
         self.engine = setup.build_engine(
             config.engine,
@@ -196,6 +207,8 @@ class Trainer:
             release_engine(self.policy, self.engine, self.state)
         with timer("train"):
             set_advantages(groups, self.advantages)
+            if self.teacher is not None:
+                self.teacher.score(groups)
             batch = self.pack(groups)
             self.add_logprobs(batch, tally)
             if self.critic is not None:
@@ -228,6 +241,7 @@ class Trainer:
             temperature=self.sampling.temperature,
             max_grad_norm=self.config.optim.max_grad_norm,
             tally=tally,
+            teacher=None if self.teacher is None else self.teacher.head(),
         )
         tally.add("optim/grad_norm", result.grad_norm)
         tally.add("optim/lr", result.lr, kind="max")
@@ -242,6 +256,8 @@ class Trainer:
         advance(self.schedule, updates)
         if self.critic is not None:
             self.critic.settle(updates)
+        if self.teacher is not None:
+            self.teacher.reclaim()
         if source is not None:
             source.settle()
 
@@ -340,6 +356,7 @@ class Trainer:
         if self.sampling.return_routing:
             replay.check_samples(samples, self.policy.routing_shape)
         models = [m.module for m in (self.policy, self.reference, self.critic) if m is not None]
+        models += [] if self.teacher is None else self.teacher.modules
         return build_minibatches(
             samples,
             self.world,
@@ -353,7 +370,7 @@ class Trainer:
         )
 
     def add_logprobs(self, batch: Sequence[Sequence[Microbatch]], tally: Tally) -> None:
-        """Old and reference log-probs, where the algorithm needs them.
+        """Old and reference log-probs, and a teacher's, where the algorithm needs them.
 
         A single update is made on the very weights that sampled, so its old log-probs are the present ones and no pass
         is spent on them.
@@ -369,6 +386,8 @@ class Trainer:
                 microbatch.ref_logprobs = self.reference.logprobs(microbatch, temperature)
         if self.reference is not None:
             self.reference.reclaim()
+        if self.teacher is not None:
+            self.teacher.add_targets(batch, self.config.correction.score_centering_top_k)
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
