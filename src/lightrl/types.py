@@ -75,6 +75,12 @@ class Sample:
     them (`correction.score_centering_top_k`)."""
     rollout_top_logprobs: list[list[float]] | None = None
     """… and their log-probs."""
+    teacher_logprobs: list[float] | None = None
+    """A teacher's log-prob of each response token, where it is a server (`teacher.url`)."""
+    teacher_top_ids: list[list[int]] | None = None
+    """… and its likeliest tokens at each place (`teacher.form = "top_k"`) …"""
+    teacher_top_logprobs: list[list[float]] | None = None
+    """… with their log-probs."""
     rollout_routing: Tensor | None = None
     """The experts that the engine's routers chose for each token but the last, prompt included: [tokens - 1, L, k] of
     the L layers with a router, uint8 or int16; only with `correction.routing_replay = "rollout"`."""
@@ -84,8 +90,8 @@ class Sample:
     reward: float | None = None
     """None until scored, and for a failed sample."""
     advantage: float | list[float] | None = None
-    """Of every token of the response, or of each. Estimators of tokens (docs/algorithms.md) have their own where the
-    sample is trained; here is the reward that they start from."""
+    """Of every token of the response, or of each, before whitening. Estimators of tokens (docs/algorithms.md) have
+    theirs where the sample is trained; here is the reward that they start from, and None once they are known."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Free-form: what the reward returned besides its number, failure reasons, …"""
 
@@ -179,6 +185,10 @@ class Microbatch:
     routing: RoutingRecord | None = None
     old_logprobs: Tensor | None = None  # [N] float32
     ref_logprobs: Tensor | None = None  # [N] float32
+    teacher_logprobs: Tensor | None = None  # [N] float32
+    teacher_top_ids: Tensor | None = None  # [N, k] int64, the tokens of `teacher.form = "top_k"`
+    teacher_top_logprobs: Tensor | None = None  # [N, k] float32, the teacher's
+    teacher_hidden: Tensor | None = None  # [N, G], what the teacher's head makes its distribution of (`full`)
     values: Tensor | None = None  # [N] float32, the critic's, before the step's updates
     returns: Tensor | None = None  # [N] float32, what they should have been
     sample_keys: list[tuple[int, int]] = field(default_factory=list)

@@ -22,6 +22,8 @@ from lightrl.config.schema import (
     CriticConfig,
     CriticOptimConfig,
     DataConfig,
+    DebugConfig,
+    DumpConfig,
     EngineConfig,
     EvalConfig,
     EvalSetConfig,
@@ -36,6 +38,7 @@ from lightrl.config.schema import (
     SandboxConfig,
     SFTConfig,
     SyncConfig,
+    TeacherConfig,
 )
 
 
@@ -52,7 +55,13 @@ def problems(*args: Any, **kwargs: Any) -> list[str]:
 
 FULL = Config(
     run=RunConfig(
-        dir="runs/é \"x\" 'y'", steps=7, seed=12345678901234567890, resume=False, device="cuda", deterministic=True
+        dir="runs/é \"x\" 'y'",
+        steps=7,
+        seed=12345678901234567890,
+        resume=False,
+        device="cuda",
+        deterministic=True,
+        on_step="m:f",
     ),
     model=ModelConfig(
         path="org/name",
@@ -80,6 +89,7 @@ FULL = Config(
             "é": "\U0001f600\u2028\x00\x7f\x1b",
         },
         system_prompt='Line "one"\n\tline \\two\\\r\n"""\n\'\'\' # end ',
+        map="m:f",
         max_prompt_tokens=5,
         overlong="error",
         shuffle=False,
@@ -98,6 +108,7 @@ FULL = Config(
         stop_token_ids=[0, 151645],
         truncated="mask",
         filter="m:f",
+        generate="m:f",
         oversample_prompts=6,
         max_draws=2,
     ),
@@ -181,6 +192,16 @@ FULL = Config(
         decay_steps=2,
         min_lr_ratio=0.1,
     ),
+    teacher=TeacherConfig(
+        path="org/teacher",
+        revision="main",
+        coef=0.5,
+        form="top_k",
+        divergence="jsd",
+        jsd_beta=0.25,
+        top_k=9,
+        temperature=0.8,
+    ),
     critic=CriticConfig(path="org/critic", value_clip=0.2, pretrain_steps=3),
     critic_optim=CriticOptimConfig(
         lr=1e-4,
@@ -217,6 +238,7 @@ FULL = Config(
                 label_key="l",
                 apply_chat_template=False,
                 system_prompt="",
+                map="none",
                 reward="math",
                 samples_per_prompt=4,
                 max_response_tokens=5,
@@ -228,6 +250,11 @@ FULL = Config(
             ),
             EvalSetConfig(name="b", path="q"),
         ],
+        url="https://node:1/a?b=c",
+        url_every=2,
+        url_timeout=1.5,
+        url_retries=0,
+        url_key_env="E",
     ),
     log=LogConfig(
         trackers=["wandb"],
@@ -235,9 +262,13 @@ FULL = Config(
         print_samples=0,
         print_every=1,
         save_samples=False,
+        timeline_steps=(1, 1),
+        profile_steps=(2, 4),
         wandb_project="p",
         wandb_name="n",
     ),
+    dump=DumpConfig(rollouts=True),
+    debug=DebugConfig(rollouts="elsewhere"),
 )
 
 
@@ -251,8 +282,8 @@ def test_dump_reloads() -> None:
     elsewhere = {  # have one value only, or go with others than these
         *("engine.kind", "engine.urls", "algorithm.normalize_std", "algorithm.dual_clip", "algorithm.tau_pos"),
         *("algorithm.tau_neg", "algorithm.kl_unbiased", "correction.use_rollout_logprobs", "parallel.context_parallel"),
-        "correction.score_centering_top_k",
-        "agent.search_url",
+        *("correction.score_centering_top_k", "teacher.url", "teacher.api_key_env", "teacher.request_timeout"),
+        *("teacher.top_k_from", "agent.search_url"),
     }
     for name, cls in sections().items():
         for field in dataclasses.fields(cls):
@@ -265,6 +296,11 @@ def test_dump_reloads() -> None:
         FULL, engine=EngineConfig(kind="sglang_server", urls=["http://a:1", "http://[::1]:2"])
     )
     assert reload(servers) == servers
+    for teacher in (
+        TeacherConfig(url="http://a:1", api_key_env="KEY", request_timeout=9.5),
+        TeacherConfig(path="a/b", form="top_k", top_k_from="student"),
+    ):
+        assert reload(Config(teacher=teacher)) == Config(teacher=teacher)
     centred = Config(algorithm=AlgorithmConfig(normalize_std=False))
     assert reload(centred) == centred
     for algorithm in (

@@ -107,6 +107,11 @@ def of_agents(config: Config) -> list[tuple[str, str]]:
     if config.correction.score_centering_top_k:
         text = "wants the likeliest tokens at each place, and results of tools have none: remove it"
         problems.append(("correction.score_centering_top_k", text))
+    if config.teacher.student_k:
+        text = "wants the student's likeliest tokens at each place, and results of tools have none: choose 'teacher'"
+        problems.append(("teacher.top_k_from", text))
+    if config.rollout.generate != "none":
+        problems.append(("rollout.generate", "agent.environment or agent.tools play the episodes: drop one of the two"))
     if not config.data.apply_chat_template:
         problems.append(("data.apply_chat_template", "turns are written by the chat template: set it to true"))
     return problems

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightrl.config.schema import EngineConfig, SyncConfig
+from lightrl.config.schema import EngineConfig, SyncConfig, TeacherConfig
 from lightrl.engine import sglang_checks as checks
 from lightrl.engine.base import Completion, GenerateRequest
 from lightrl.engine.sampling import check_request
@@ -52,6 +52,11 @@ class Ranks(Protocol):
 def read_key(config: EngineConfig) -> str | None:
     """The servers' key. UserError where `engine.api_key_env` names a variable that is not set here."""
     return checks.read_key(config.api_key_env, os.environ)
+
+
+def read_teacher_key(config: TeacherConfig) -> str | None:
+    """The same of the teacher's server, `teacher.api_key_env`."""
+    return checks.read_key(config.api_key_env, os.environ, "teacher.api_key_env")
 
 
 class SGLangServers:

@@ -62,29 +62,40 @@ def load_config_and_tokenizer(
     """Config and tokenizer of a causal LM, from a folder or the hub. Every failure is a one-line `UserError`."""
     config = load_model_config(path, revision, trust_remote_code)
     source = tokenizer or path
-    key = "model.tokenizer" if tokenizer else "model.path"
-    _check_local(source, key)
+    return config, load_tokenizer(
+        source,
+        revision if source == path else None,
+        trust_remote_code,
+        key="model.tokenizer" if tokenizer else "model.path",
+    )
+
+
+def load_tokenizer(
+    path: str, revision: str | None = None, trust_remote_code: bool = False, *, key: str = "model.tokenizer"
+) -> PreTrainedTokenizerBase:
+    """From a folder or the hub; `key` is the config's, for messages."""
+    _check_local(path, key)
     try:
-        loaded = AutoTokenizer.from_pretrained(
-            os.path.expanduser(source),
-            revision=revision if source == path else None,
-            trust_remote_code=trust_remote_code,
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            os.path.expanduser(path), revision=revision, trust_remote_code=trust_remote_code
         )
     except Exception as error:
-        raise _load_error(key, source, "tokenizer", error) from error
-    return config, loaded
+        raise _load_error(key, path, "tokenizer", error) from error
+    return loaded
 
 
-def load_model_config(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Config of a causal LM, checked to be one that can be trained."""
-    _check_local(path, "model.path")
+def load_model_config(
+    path: str, revision: str | None = None, trust_remote_code: bool = False, *, key: str = "model.path"
+) -> PretrainedConfig:
+    """Config of a causal LM, checked to be one that can be trained; `key` is the config's, for messages."""
+    _check_local(path, key)
     try:
         config = AutoConfig.from_pretrained(
             os.path.expanduser(path), revision=revision, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError … here
-        raise _load_error("model.path", path, "config", error) from error
-    _check_causal_lm(config, path)
+        raise _load_error(key, path, "config", error) from error
+    _check_causal_lm(config, path, key)
     return config
 
 
@@ -206,7 +217,7 @@ def _load_error(key: str, path: str, what: str, error: Exception) -> UserError:
     if "GatedRepo" in chain or "gated repo" in text:
         return UserError(f"{key}: {path} is gated: accept its licence on the hub, then log in with `hf auth login`")
     if "RevisionNotFound" in chain:
-        return UserError(f"model.revision: {path} has no such branch, tag or commit on the hub")
+        return UserError(f"{key.partition('.')[0]}.revision: {path} has no such branch, tag or commit on the hub")
     if "RepositoryNotFound" in chain or "HFValidationError" in chain or "not a valid model identifier" in text:
         return UserError(f"{key}: no local folder and no model on the hub is called {path!r}")
     if any(word in chain for word in ("couldn't connect", "LocalEntryNotFound", "OfflineMode", "ConnectError")):

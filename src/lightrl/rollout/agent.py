@@ -26,7 +26,7 @@ from lightrl.rollout.environment import Step, ToolEnvironment
 from lightrl.rollout.episode import Conversation, Episode, EpisodeOver, Limits, add_reward
 from lightrl.rollout.rounds import Rounds
 from lightrl.rollout.tools import Parser, ToolBox, load_parser, load_tools
-from lightrl.types import Sample, SampleGroup, Status
+from lightrl.types import Sample, Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,61 +254,65 @@ class AgentSampler(Sampler):
 
     # ---- samples
 
-    async def _group(self, work: Work) -> SampleGroup:
+    async def _samples(self, work: Work) -> list[Sample] | None:
+        """Of all episodes, by their numbers; with the rewards that environments gave."""
+        await self._answer(work)
+        if work.is_dropped:
+            return None
         samples: list[Sample] = []
-        unscored: list[Sample] = []
-        stems: list[tuple[Sample, list[Sample]]] = []
         for number in range(self.group_size):
             episode, failure = work.episodes[number]
-            found = self._samples(episode, failure, work, len(samples))
-            samples += found.values()
-            for conversation, sample in found.items():
-                branches = [s for c, s in found.items() if c.parent is conversation]
-                if sample.status is Status.FAILED or sample.reward is not None:
-                    continue
-                if branches:
-                    stems.append((sample, branches))
-                elif self.agent.gives_reward:
-                    sample.reward = 0.0
-                else:
-                    unscored.append(sample)
-        if unscored:
-            await self.scorer.score(unscored)
-        for stem, branches in reversed(stems):  # a branch comes after its stem
-            rewards = [b.reward for b in branches if b.reward is not None]
+            samples += self._of_episode(episode, failure, work, len(samples))
+        return samples
+
+    async def _score(self, samples: list[Sample]) -> None:
+        """A stem of branches without a reward of its own gets their mean, all others what `[reward]` says."""
+        branches: dict[tuple[int, int], list[Sample]] = {}
+        for sample in samples:
+            if (parent := sample.metadata.get("parent")) is not None:
+                branches.setdefault((sample.metadata["episode"], parent), []).append(sample)
+        open_ = [s for s in samples if s.status is not Status.FAILED and s.reward is None]
+        stems = [s for s in open_ if (s.metadata["episode"], s.metadata["conversation"]) in branches]
+        others = [s for s in open_ if not any(s is stem for stem in stems)]
+        if self.agent.gives_reward:
+            for sample in others:
+                sample.reward = 0.0
+        elif others:
+            await self.scorer.score(others)
+        for stem in reversed(stems):  # a branch comes after its stem
+            found = branches[stem.metadata["episode"], stem.metadata["conversation"]]
+            rewards = [b.reward for b in found if b.reward is not None]
             stem.reward = fmean(rewards) if rewards else None
             if stem.reward is None:
                 stem.status, stem.metadata["failure"] = Status.FAILED, "no branch has a reward"
-        if self.final_only:
-            samples = [s for s in samples if s.metadata.get("final", False)]
-            for index, sample in enumerate(samples):
-                sample.index = index
-        return SampleGroup(prompt=work.prompt, group_index=work.group_index, samples=samples)
 
-    def _samples(
-        self, episode: Episode, failure: Exception | None, work: Work, first: int
-    ) -> dict[Conversation, Sample]:
+    def _kept(self, samples: list[Sample]) -> list[Sample]:
+        if not self.final_only:
+            return samples
+        kept = [s for s in samples if s.metadata.get("final", False)]
+        for index, sample in enumerate(kept):
+            sample.index = index
+        return kept
+
+    def _of_episode(self, episode: Episode, failure: Exception | None, work: Work, first: int) -> list[Sample]:
         """Of each conversation in which anything was sampled. An episode that failed fails them all."""
         said = [c for c in episode.conversations if c.turns and c.failure is None]
-        found = {c: c.to_sample(work.group_index, first + i) for i, c in enumerate(said)}
-        final = episode.final if episode.final in found else (said[-1] if said else None)
-        if final is not None:
-            found[final].metadata["final"] = True
-        elif not found:
+        samples = [c.to_sample(work.group_index, first + i) for i, c in enumerate(said)]
+        if said:
+            final = said.index(episode.final) if episode.final in said else len(said) - 1
+            samples[final].metadata["final"] = True
+        else:
             conversation = episode.conversations[0] if episode.conversations else self._unsaid(episode)
             sample = conversation.to_sample(work.group_index, first)
-            reason = conversation.failure or "the prompt leaves no room for an answer"
             sample.status, sample.reward, sample.metadata["final"] = Status.FAILED, None, True
-            sample.metadata["failure"] = reason
-            found = {conversation: sample}
-        for number, sample in enumerate(found.values()):
-            if failure is not None:
-                if number == 0:
-                    self.scorer.count_failure(sample, failure)
-                else:
-                    sample.status, sample.reward = Status.FAILED, None
-                    sample.metadata["failure"] = next(iter(found.values())).metadata["failure"]
-        return found
+            sample.metadata["failure"] = conversation.failure or "the prompt leaves no room for an answer"
+            samples = [sample]
+        if failure is not None:
+            self.scorer.count_failure(samples[0], failure)
+            for sample in samples[1:]:
+                sample.status, sample.reward = Status.FAILED, None
+                sample.metadata["failure"] = samples[0].metadata["failure"]
+        return samples
 
     def _unsaid(self, episode: Episode) -> Conversation:
         prompt = replace(episode.prompt)

@@ -74,6 +74,7 @@ class Conversation:
         self._last: tuple[list[int], str] | None = None  # the turn that nothing follows yet
         self._last_text = ""
         self._given = 0
+        self._routing: Any = None  # of all that the last turn was given, earlier turns too
 
     @property
     def tokens(self) -> list[int]:
@@ -163,6 +164,7 @@ class Conversation:
         """As it is trained: given tokens have no loss and no log-prob."""
         length = max((i + 1 for i, sampled in enumerate(self._mask) if sampled), default=0)
         tokens = self._tokens[:length]  # what was given last, and answered no more, is no part of it
+        whole = self._routing is not None and len(self._routing) == len(self.prompt.tokens) + length - 1
         if self.why in ("length", "context"):
             self._status = Status.TRUNCATED
         elif self.why == "time":
@@ -177,6 +179,7 @@ class Conversation:
             answer=self._last_text,
             loss_mask=self._mask[:length],
             rollout_logprobs=self._logprobs[:length],
+            rollout_routing=self._routing if whole else None,
             policy_versions=self._versions,
             status=self._status,
             reward=self.reward,
@@ -185,7 +188,8 @@ class Conversation:
 
     def _metadata(self) -> dict[str, Any]:
         said = self.messages[len(self.prompt.messages or [{}]) :]
-        found: dict[str, Any] = {"episode": self.episode.number, "turns": self.turns, "messages": said}
+        found: dict[str, Any] = {"episode": self.episode.number, "conversation": self.number, "turns": self.turns}
+        found |= {"messages": said}
         found |= {"tool_calls": self.tool_calls, "given_tokens": self._given}
         if self.tool_failures:
             found["tool_failures"] = dict(self.tool_failures)
@@ -203,6 +207,7 @@ class Conversation:
         self._tokens += completion.tokens
         self._mask += [1] * len(completion.tokens)
         self._logprobs += completion.logprobs
+        self._routing = completion.routing
         self._versions += [v for v in completion.policy_versions if v not in self._versions]
 
     def _ended(self, raw: str) -> str:

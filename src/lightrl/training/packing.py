@@ -31,6 +31,9 @@ class TrainSample:
     """Advantage of every token of the response, or of each."""
     rollout_top_ids: list[list[int]] | None = None
     rollout_top_logprobs: list[list[float]] | None = None
+    teacher_logprobs: list[float] | None = None
+    teacher_top_ids: list[list[int]] | None = None
+    teacher_top_logprobs: list[list[float]] | None = None
     rollout_routing: torch.Tensor | None = None
     """As `Sample`'s: of the prompt and the response but its last token."""
 
@@ -55,6 +58,9 @@ class TrainSample:
             else [0.0 if value is None else value for value in sample.rollout_logprobs],
             rollout_top_ids=sample.rollout_top_ids,
             rollout_top_logprobs=sample.rollout_top_logprobs,
+            teacher_logprobs=sample.teacher_logprobs,
+            teacher_top_ids=sample.teacher_top_ids,
+            teacher_top_logprobs=sample.teacher_top_logprobs,
             rollout_routing=sample.rollout_routing,
             advantage=sample.advantage,
         )
@@ -226,9 +232,6 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
     targets: list[int] = []
     sample_ids: list[int] = []
     have_rollout = all(s.rollout_logprobs is not None for unit in units for s in unit)
-    have_top = bool(units) and all(s.rollout_top_ids is not None for unit in units for s in unit)
-    top_ids: list[list[int]] = []
-    top_logprobs: list[list[float]] = []
     have_routing = bool(units) and all(s.rollout_routing is not None for unit in units for s in unit)
     routing: list[torch.Tensor] = []
 
@@ -268,9 +271,6 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
             flat["advantage"].extend(each if isinstance(each, list) else [each] * len(sample.response))
             if have_rollout:
                 flat["rollout"].extend(sample.rollout_logprobs or ())
-            if have_top:
-                top_ids.extend(sample.rollout_top_ids or ())
-                top_logprobs.extend(sample.rollout_top_logprobs or ())
             keys.append((sample.group_index, sample.index))
     if not rows:
         segment([0], 0, range(0))  # an id that every model has; a tokenizer's pad id may lie beyond its vocabulary
@@ -292,11 +292,29 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
         loss_weights=torch.tensor(flat["weight"], dtype=torch.float32),
         advantages=torch.tensor(flat["advantage"], dtype=torch.float32),
         rollout_logprobs=torch.tensor(flat["rollout"], dtype=torch.float32) if have_rollout else None,
-        rollout_top_ids=torch.tensor(top_ids, dtype=torch.int64) if have_top else None,
-        rollout_top_logprobs=torch.tensor(top_logprobs, dtype=torch.float32) if have_top else None,
         routing=RoutingRecord(experts=torch.cat(routing)) if have_routing else None,
         sample_keys=keys,
+        **_where_all_have(units),
     )
+
+
+_OPTIONAL = {
+    "rollout_top_ids": torch.int64,
+    "rollout_top_logprobs": torch.float32,
+    "teacher_logprobs": torch.float32,
+    "teacher_top_ids": torch.int64,
+    "teacher_top_logprobs": torch.float32,
+}
+
+
+def _where_all_have(units: Sequence[Sequence[TrainSample]]) -> dict[str, Any]:
+    """What some runs' samples have for each response token: None unless there are samples, and all of them have it."""
+    lists = {name: [getattr(s, name) for unit in units for s in unit] for name in _OPTIONAL}
+    return {
+        name: torch.tensor([x for part in parts for x in part], dtype=_OPTIONAL[name])
+        for name, parts in lists.items()
+        if parts and all(part is not None for part in parts)
+    }
 
 
 def _routing_of(sample: TrainSample) -> torch.Tensor:
@@ -331,7 +349,7 @@ def share_rows(batch: Microbatch, rank: int, ranks: int) -> Microbatch:
             kv_index = torch.cat([kv_index, torch.arange(rows, rows + extra)])
     mine = (batch.logit_rows >= start) & (batch.logit_rows < start + count)
     names = ["targets", "sample_ids", "loss_mask", "loss_weights", "advantages", "rollout_logprobs"]
-    names += ["rollout_top_ids", "rollout_top_logprobs"]
+    names += _OPTIONAL
     routing = batch.routing
     if routing is not None:
         more = routing.experts.new_full((extra, *routing.experts.shape[1:]), NOT_RECORDED[routing.experts.dtype])

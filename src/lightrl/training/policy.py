@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from lightrl.config.schema import LoraConfig, ModelConfig
 from lightrl.distributed import fsdp
 from lightrl.distributed.mesh import World
 from lightrl.errors import UserError
+from lightrl.kernels.divergence import Head, divergence, head_logprobs, linear_divergence
 from lightrl.kernels.logits_at import logits_at
 from lightrl.kernels.logprob import linear_logprobs
 from lightrl.models import experts, gated_delta, load, lora, recompute, registry
@@ -26,6 +27,17 @@ from lightrl.models.names import Groups, StoredTensors, adapter_tensors, kept_na
 from lightrl.models.quantized import without_quantization
 from lightrl.models.routing import Routing, RoutingShape, routed, routers
 from lightrl.types import Microbatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherHead:
+    """A teacher's output layer, and how a policy's distribution differs from what it makes of `teacher_hidden`."""
+
+    head: Head
+    size: int
+    """Ids that both know, the first of them."""
+    kind: str
+    beta: float
 
 
 class PolicyModule(nn.Module):
@@ -38,31 +50,45 @@ class PolicyModule(nn.Module):
         self.packed = packed
 
     def forward(
-        self, batch: Microbatch, segments: Segments | SharedSegments | None, temperature: float
-    ) -> tuple[Tensor, ...]:
-        """Log-probs [N] and entropies [N] of the microbatch's targets, float32; and log-probs [N, k] of the engine's
-        likeliest tokens, where the microbatch has them."""
+        self,
+        batch: Microbatch,
+        segments: Segments | SharedSegments | None,
+        temperature: float,
+        teacher: TeacherHead | None = None,
+    ) -> tuple[Any, ...]:
+        """Log-probs [N] and entropies [N] of the microbatch's targets, float32; log-probs [N, k] of the engine's
+        likeliest tokens, then of the teacher's, where the microbatch has any; and with a `teacher` the divergence [N]
+        from it, behind None where there are no such tokens."""
+        ids = likely_ids(batch)
         if not self.packed:
-            return self._padded(batch, temperature)
-        hidden = self.model.base_model(
+            return self._by_logits(self.padded_logits(batch) / temperature, batch, ids, teacher)
+        rows, head = self.rows(batch, segments), self.model.get_output_embeddings()
+        found = linear_logprobs(
+            rows, head.weight, batch.targets, bias=head.bias, temperature=temperature, kernels=self.kernels
+        )
+        top = None if ids is None else logprobs_at(rows, head, batch.targets, ids, found[0], temperature)
+        if teacher is None:
+            return found if top is None else (*found, top)
+        mine = Head(weight=head.weight, bias=head.bias, temperature=temperature)
+        assert batch.teacher_hidden is not None
+        distance = linear_divergence(
+            rows, mine, batch.teacher_hidden, teacher.head, size=teacher.size, kind=teacher.kind, beta=teacher.beta
+        )
+        return *found, top, distance
+
+    def rows(self, batch: Microbatch, segments: Segments | SharedSegments | None) -> Tensor:
+        """[N, H]: the packed rows that predict the targets."""
+        hidden: Tensor = self.model.base_model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             attention_mask=None,
             use_cache=False,
             segments=segments,
         ).last_hidden_state[0]
-        head = self.model.get_output_embeddings()
-        rows, ids = hidden[batch.logit_rows], batch.rollout_top_ids
-        found = linear_logprobs(
-            rows, head.weight, batch.targets, bias=head.bias, temperature=temperature, kernels=self.kernels
-        )
-        if ids is None:
-            return found
-        logits = logits_at(rows, head.weight, torch.cat([batch.targets[:, None], ids], 1), head.bias) / temperature
-        return *found, logits[:, 1:] - logits[:, :1] + found[0][:, None]  # the target's log-prob knows the logsumexp
+        return hidden[batch.logit_rows]
 
-    def _padded(self, batch: Microbatch, temperature: float) -> tuple[Tensor, ...]:
-        """One right-padded row a segment through the stock model: exact for any causal LM."""
+    def padded_logits(self, batch: Microbatch) -> Tensor:
+        """[N, V] float32. One right-padded row a segment through the stock model: exact for any causal LM."""
         if batch.kv_index is not None:
             raise ValueError("a model that runs stock knows no shared prompts: pack each sample alone")
         lengths = batch.cu_seqlens_q.diff().long()
@@ -70,11 +96,35 @@ class PolicyModule(nn.Module):
         mask = torch.arange(width, device=lengths.device) < lengths[:, None]
         ids = batch.input_ids.new_zeros(mask.shape)
         ids[mask] = batch.input_ids
-        logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
-        logprobs = (logits[mask][batch.logit_rows].float() / temperature).log_softmax(-1)
+        logits: Tensor = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+        return logits[mask][batch.logit_rows].float()
+
+    def _by_logits(
+        self, logits: Tensor, batch: Microbatch, ids: Tensor | None, teacher: TeacherHead | None
+    ) -> tuple[Any, ...]:
+        """What `forward` returns, of logits over the temperature."""
+        logprobs = logits.log_softmax(-1)
         # a sum over one element, not a view: FSDP's hooks warn of views
         found = logprobs.gather(-1, batch.targets[:, None]).sum(-1), -(logprobs.exp() * logprobs).sum(-1)
-        return found if batch.rollout_top_ids is None else (*found, logprobs.gather(-1, batch.rollout_top_ids))
+        top = None if ids is None else logprobs.gather(-1, ids)
+        if teacher is None:
+            return found if top is None else (*found, top)
+        assert batch.teacher_hidden is not None
+        theirs = head_logprobs(batch.teacher_hidden, teacher.head, teacher.size)
+        mine = logits[:, : teacher.size].log_softmax(-1)
+        return *found, top, divergence(mine, theirs, teacher.kind, teacher.beta)
+
+
+def likely_ids(batch: Microbatch) -> Tensor | None:
+    """[N, k] of the engine's likeliest tokens and, behind them, of the teacher's; None where there are neither."""
+    ids = [part for part in (batch.rollout_top_ids, batch.teacher_top_ids) if part is not None]
+    return torch.cat(ids, 1) if ids else None
+
+
+def logprobs_at(rows: Tensor, head: Any, targets: Tensor, ids: Tensor, logprobs: Tensor, temperature: float) -> Tensor:
+    """Log-probs of `ids` [N, k], from those [N] of `targets`, which know the logsumexp."""
+    logits = logits_at(rows, head.weight, torch.cat([targets[:, None], ids], 1), head.bias) / temperature
+    return logits[:, 1:] - logits[:, :1] + logprobs[:, None]
 
 
 @dataclass(kw_only=True)
@@ -101,12 +151,16 @@ class Policy:
         frozen: bool = False,
         adapters: LoraConfig | None = None,
         seed: int = 0,
+        root: Callable[..., PolicyModule] = PolicyModule,
+        key: str = "model.path",
     ) -> Policy:
-        """Stream `config.path` into shards; `frozen` (a reference) keeps compute precision and no gradients. New
-        `adapters` are drawn with `seed`."""
-        source = load.resolve_checkpoint(config.path, config.revision)
+        """Stream `config.path`, which the config calls `key`, into shards below a `root`. `frozen` (a reference, a
+        teacher) keeps compute precision and no gradients. New `adapters` are drawn with `seed`."""
+        source = load.resolve_checkpoint(config.path, config.revision, key=key)
         hf_config = without_quantization(AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code))
-        policy = cls.without_weights(config, hf_config, world, source=source, frozen=frozen, adapters=adapters)
+        policy = cls.without_weights(
+            config, hf_config, world, source=source, frozen=frozen, adapters=adapters, root=root
+        )
         load.load_weights(policy.model, source, trust_remote_code=config.trust_remote_code)
         lora.initialize(policy.model, seed)
         return policy
@@ -121,6 +175,7 @@ class Policy:
         source: Path,
         frozen: bool = False,
         adapters: LoraConfig | None = None,
+        root: Callable[..., PolicyModule] = PolicyModule,
     ) -> Policy:
         """Sharded, on its device, prepared for training; parameters and buffers are yet to be filled.
 
@@ -134,7 +189,7 @@ class Policy:
         packed, kernels = prepare_training(model, hf_config, config, world, dtype, frozen=frozen)
         if adapters is not None:
             lora.inject(model, adapters)
-        module = PolicyModule(model, packed=packed, kernels=kernels)
+        module = root(model, packed=packed, kernels=kernels)
         if frozen:
             module.requires_grad_(False)
             config = replace(config, activation_checkpointing=False)
@@ -154,9 +209,16 @@ class Policy:
         """The Hugging Face causal LM."""
         return self.module.model
 
-    def __call__(self, batch: Microbatch, temperature: float, routing: Routing | None = None) -> tuple[Tensor, ...]:
-        """Log-probs and entropies [N], with gradients where enabled, and where the microbatch has likeliest tokens of
-        the engine their log-probs [N, k]. Every rank must call it as often."""
+    def __call__(
+        self,
+        batch: Microbatch,
+        temperature: float,
+        routing: Routing | None = None,
+        *,
+        teacher: TeacherHead | None = None,
+    ) -> tuple[Any, ...]:
+        """Log-probs and entropies [N], with gradients where enabled, and what else `PolicyModule.forward` returns for
+        this microbatch and `teacher`. Every rank must call it as often."""
         segments: Segments | SharedSegments | None = None
         if self.module.packed:
             segments = whole = Segments.from_microbatch(batch, self.device)
@@ -165,13 +227,15 @@ class Policy:
         if self.adapters is not None and self.adapters.dropout:
             lora.set_dropout(self.model, torch.is_grad_enabled())
         with routed(self._routers, routing):
-            found: tuple[Tensor, ...] = self.module(to_device(batch, self.device), segments, temperature)
+            found: tuple[Any, ...] = self.module(to_device(batch, self.device), segments, temperature, teacher)
         return found
 
     @torch.no_grad()
     def logprobs(self, batch: Microbatch, temperature: float, routing: Routing | None = None) -> Tensor:
         """[N] float32 on the host."""
-        return self(replace(batch, rollout_top_ids=None), temperature, routing)[0].cpu()
+        bare = replace(batch, rollout_top_ids=None, teacher_top_ids=None, teacher_hidden=None)
+        logprobs: Tensor = self(bare, temperature, routing)[0]
+        return logprobs.cpu()
 
     @cached_property
     def _routers(self) -> list[nn.Module]:

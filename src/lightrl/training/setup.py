@@ -17,7 +17,15 @@ from transformers import AutoConfig
 
 from lightrl.config.load import model_fault
 from lightrl.config.rundir import newest_state, run_dir_fault
-from lightrl.config.schema import Config, CorrectionConfig, EngineConfig, ParallelConfig, RunConfig, SyncConfig
+from lightrl.config.schema import (
+    Config,
+    CorrectionConfig,
+    EngineConfig,
+    ParallelConfig,
+    RewardConfig,
+    RunConfig,
+    SyncConfig,
+)
 from lightrl.data import PromptSource
 from lightrl.data.conversations import Conversation
 from lightrl.distributed.mesh import World, consecutive_group
@@ -29,12 +37,14 @@ from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.rollout import agent
 from lightrl.rollout.agent import Agent
 from lightrl.training.critic import Critic, critic_model
+from lightrl.training.dumped import NoEngine
 from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.types import Prompt
 from lightrl.wrappers import is_adapter
 
 if TYPE_CHECKING:
     from lightrl.engine import sglang_requests
+    from lightrl.training.teacher import Teacher
 
 _BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations
 UNKNOWN_CONTEXT = 1 << 20  # tokens, for a model whose config states no limit
@@ -53,8 +63,9 @@ def check(config: Config) -> None:
         value = getattr(config.model, key)
         if value and (fault := model_fault(value)) is not None:
             problems.append((f"model.{key}", fault))
-    if config.critic.path and (fault := model_fault(config.critic.path)) is not None:
-        problems.append(("critic.path", fault))
+    for key, path in (("critic.path", config.critic.path), ("teacher.path", config.teacher.path)):
+        if path and (fault := model_fault(path)) is not None:
+            problems.append((key, fault))
     if config.lora.rank and (fault := lora.missing()) is not None:
         problems.append(("lora.rank", fault))
     if "wandb" in config.log.trackers and find_spec("wandb") is None:
@@ -180,6 +191,13 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
         load.load_value_config(folder, model.trust_remote_code)
 
 
+def reward_section(config: Config) -> RewardConfig:
+    """`[reward]`; nothing need be named where no reward is trained on."""
+    if config.reward.type or config.algorithm.estimator.rewards:
+        return config.reward
+    return replace(config.reward, type="none")
+
+
 def load_policy(config: Config, world: World) -> Policy:
     """What is trained: all weights, or with `lora.rank` adapters."""
     return Policy.load(config.model, world, adapters=config.lora if config.lora.rank else None, seed=config.run.seed)
@@ -203,9 +221,11 @@ def training_state(
     reference: Policy | AdaptersOff | None,
     optimizer: Any,
     critic: Critic | None = None,
+    teacher: Teacher | None = None,
 ) -> TrainingState:
-    """What may leave the GPU while engines generate: policy and critic with their optimizers, and the reference."""
+    """What may leave the GPU while engines generate: policy and critic with their optimizers, reference and teacher."""
     modules = nn.ModuleList(part.module for part in (policy, reference, critic) if part is not None)
+    modules.extend([] if teacher is None else teacher.modules)
     others = [] if critic is None else [critic.optimizer]
     limit = None if config.offload_host_gib is None else int(config.offload_host_gib * 2**30)
     return TrainingState(Offloader(modules, optimizer, *others, max_host_bytes=limit), config.offload)
@@ -224,13 +244,18 @@ def build_engine(
     seed: int = 0,
     state: TrainingState | None = None,
     return_routing: bool = False,
+    idle: bool = False,
 ) -> Engine:
     """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`, and to know
     at its start whether it will be asked to `return_routing`.
 
+    With `idle` none is made: nothing will be generated.
+
     The training `state` leaves the GPU while an engine starts on it, where it would not find its share of the memory;
     afterwards the engine's memory is released.
     """
+    if idle:
+        return NoEngine()
     if config.kind != "transformers":
         assert world is not None, "SGLang's engine needs to know its ranks"
         if config.kind == "sglang_server":
@@ -335,6 +360,16 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
             "rollout.group_size = 1: an answer is compared with the others to its prompt, and alone has advantage 0: "
             "nothing is learned from rewards"
         )
+    elif config.rollout.group_size == 1 and config.algorithm.whitening == "group":
+        found.append(
+            "rollout.group_size = 1 with algorithm.whiten = 'group': the advantages of an answer are shifted to mean 0 "
+            "by themselves, so that its reward has no say: set 'batch'"
+        )
+    if config.algorithm.estimator.critic and config.critic.pretrain_steps >= config.run.steps:
+        found.append(
+            f"critic.pretrain_steps = {config.critic.pretrain_steps}: all {config.run.steps} steps of the run "
+            "(run.steps) train the critic alone, the policy stays as it is"
+        )
     if config.algorithm.loss == "gspo" and config.algorithm.aggregation != "sequence_mean":
         found.append(
             f"algorithm.loss = 'gspo' is a mean over samples, but algorithm.aggregation = "
@@ -387,9 +422,12 @@ def model_facts(config: Config, world: World, policy: Policy) -> dict[str, objec
 def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[str, object]:
     """What a person wants to see when a run starts."""
     rollout = config.rollout
-    critic = {"critic": config.critic.path or "from the policy's start"} if config.algorithm.estimator.critic else {}
+    others = {"critic": config.critic.path or "from the policy's start"} if config.algorithm.estimator.critic else {}
+    if config.teacher.enabled:
+        others["teacher"] = f"{config.teacher.path or config.teacher.url} ({config.teacher.form})"
     return model_facts(config, world, policy) | {
-        **critic,
+        **others,
+        **({"rollouts": f"of {config.debug.rollouts}: no engine, no evaluation"} if config.debug.rollouts else {}),
         "data": f"{len(prompts)} prompts from {config.data.path}",
         "step": f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples, "
         f"{config.algorithm.minibatches_per_step} update{'s' * (config.algorithm.minibatches_per_step > 1)}",

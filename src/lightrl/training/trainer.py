@@ -30,7 +30,6 @@ from lightrl.observe.timing import StageTimer
 from lightrl.rewards import Scorer, check_labels
 from lightrl.rollout.agent import sampler_of
 from lightrl.rollout.collect import apply_truncation
-from lightrl.rollout.filters import load_filter
 from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
 from lightrl.sync.weights import release_engine, sync_weights
@@ -40,10 +39,15 @@ from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
 from lightrl.training.checkpoint import Checkpointer
 from lightrl.training.critic import Critic, explained_variance
+from lightrl.training.dumped import DumpedRollouts, without_engine
 from lightrl.training.evaluate import evaluate, load_eval_sets
+from lightrl.training.hooks import Hooks, LoadedHooks, load_hooks
 from lightrl.training.objective import Objective, normalize_weights
 from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule
+from lightrl.training.outside_eval import OutsideEvaluation
 from lightrl.training.packing import TrainSample
+from lightrl.training.probe import Probe
+from lightrl.training.teacher import Teacher, check_teacher
 from lightrl.training.update import mismatch_metrics, update
 from lightrl.types import Microbatch, Prompt, SampleGroup
 
@@ -53,12 +57,23 @@ class Trainer:
 
     Works under torchrun and, as a world of one, in plain Python or a notebook. Everything that can be wrong with
     config, data and rewards is found before the model loads. So is, with `claim`, a `run_dir` that another run has or
-    that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone.
+    that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone. With `only_evaluate`
+    it does without a teacher.
     """
 
-    def __init__(self, config: Config, *, reward: Callable[..., Any] | None = None, claim: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        reward: Callable[..., Any] | None = None,
+        hooks: Hooks | None = None,
+        claim: bool = False,
+        only_evaluate: bool = False,
+    ) -> None:
+        config = without_engine(config)
         setup.check(config)
         self.config = config
+        self._has_teacher = config.teacher.enabled and not only_evaluate
         parallel = config.parallel
         self.world = init_world(
             config.run.device,
@@ -74,7 +89,7 @@ class Trainer:
             if claim:
                 held.enter_context(setup.claim(self.run_dir, self.world, self.console.warning))
             self._held = held  # what is made from here on is ended too, if a later part cannot be made
-            self._load_data(reward)
+            self._load_data(reward, load_hooks(config, hooks))
             if claim and config.run.resume:
                 setup.check_resume(self.run_dir, self.source, self.world)
             self._load_model()
@@ -86,7 +101,7 @@ class Trainer:
         self._torn = False  # an update was interrupted: weights and gradients are between two steps
         self._began = False  # the run in the folder is this trainer's own
 
-    def _load_data(self, reward: Callable[..., Any] | None) -> None:
+    def _load_data(self, reward: Callable[..., Any] | None, hooks: LoadedHooks) -> None:
         config = self.config
         model = config.model
         hf_config, self.tokenizer = load.load_config_and_tokenizer(
@@ -103,19 +118,29 @@ class Trainer:
             self.tokenizer,
             context_length=self.context_length,
             max_response_tokens=config.rollout.max_response_tokens,
+            row_map=hooks.row_map,
             tools=[] if self.agent is None else self.agent.definitions,
         )
+        self.dumped = DumpedRollouts.open(config, int(hf_config.get_text_config().vocab_size))
         setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
         setup.check_reference(config, hf_config, self.tokenizer)
+        if self._has_teacher:
+            check_teacher(config, hf_config, self.tokenizer, self.prompts)
         self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
-        self.scorer = Scorer(config.reward, custom=reward)
+        rewards = setup.reward_section(config)
+        self.scorer = Scorer(rewards, custom=reward)
         self._held.callback(end, self.scorer.close)
-        self.filter = load_filter(config.rollout.filter)
+        self.filter, self.generate = hooks.filter, hooks.generate
+        self.probe = Probe(config, self.run_dir, self.world, self.scorer, hooks.on_step)
+        self._held.callback(end, self.probe.close)
+        self.outside = OutsideEvaluation(config, self.run_dir, self.world, self.console)
         self.advantages = Advantages.load(config.algorithm, config.rollout.max_response_tokens)
-        self.objective = Objective.of(config.algorithm, config.correction)
+        self.objective = Objective.of(config.algorithm, config.correction, config.teacher)
         if reward is None and not (self.agent is not None and self.agent.gives_reward):
-            check_labels(self.prompts, config.reward)
-        self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer, self.agent)
+            check_labels(self.prompts, rewards)
+        self.eval_sets = load_eval_sets(
+            config, self.tokenizer, self.context_length, reward, self.scorer, hooks.row_map, self.agent
+        )
         for eval_set in self.eval_sets:
             self._held.callback(end, eval_set.scorer.close)
         self.sampling = SamplingParams(
@@ -125,7 +150,7 @@ class Trainer:
             top_k=config.rollout.top_k,
             stop=tuple(config.rollout.stop),
             stop_token_ids=tuple(config.rollout.stop_token_ids),
-            top_logprobs=config.correction.score_centering_top_k,
+            top_logprobs=max(config.correction.score_centering_top_k, config.teacher.student_k),
             return_routing=config.correction.routing_replay == "rollout",
         )
 
@@ -137,9 +162,13 @@ class Trainer:
         replay.check_policy(config.correction, self.policy)
         self.reference = setup.load_reference(config, self.world, self.policy)
         self.critic = Critic.build(config, self.world)
+        size = int(self.policy.hf_config.get_text_config().vocab_size)
+        self.teacher = Teacher.build(config, self.world, size) if self._has_teacher else None
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(steps_done=0)
-        self.state = setup.training_state(config.parallel, self.policy, self.reference, self.optimizer, self.critic)
+        self.state = setup.training_state(
+            config.parallel, self.policy, self.reference, self.optimizer, self.critic, self.teacher
+        )
         self._held.callback(end, lambda: self.state.close())
         self.engine = setup.build_engine(
             config.engine,
@@ -153,6 +182,7 @@ class Trainer:
             seed=setup.engine_seed(config.run),
             state=self.state,
             return_routing=self.sampling.return_routing,
+            idle=self.dumped is not None,
         )
         self._held.callback(end, lambda: self.engine.close())
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
@@ -171,7 +201,7 @@ class Trainer:
             raise UserError(
                 "a step was interrupted in its updates: make a new Trainer, which resumes from a checkpoint"
             )
-        tally, timer = Tally(), StageTimer()
+        tally, timer = Tally(), self.probe.begin(self.steps_done + 1)
         with timer("sync"):
             self._sync_engine()
         selection = self.selection(prompts, source)
@@ -179,10 +209,13 @@ class Trainer:
             groups = self.collect(prompts, selection)
         if source is not None:
             source.give_back(selection.num_unused)
+        self.probe.collected(self.steps_done + 1, groups, selection)
         with timer("sync"):
             release_engine(self.policy, self.engine, self.state)
         with timer("train"):
             set_advantages(groups, self.advantages)
+            if self.teacher is not None:
+                self.teacher.score(groups)
             batch = self.pack(groups)
             self.add_logprobs(batch, tally)
             if self.critic is not None:
@@ -197,7 +230,8 @@ class Trainer:
         self._advance(selection, source)
         self._torn = False
         self._report(groups, selection, tally)
-        return self._metrics(tally, timer.metrics(), num_updates=len(batch))
+        metrics = self._metrics(tally, timer.metrics(), num_updates=len(batch))
+        return self.probe.finish(self.steps_done, groups, metrics)
 
     def _update(self, minibatch: Sequence[Microbatch], tally: Tally) -> None:
         """One optimizer update, with its metrics; one of the critic beside it, or alone."""
@@ -214,6 +248,7 @@ class Trainer:
             temperature=self.sampling.temperature,
             max_grad_norm=self.config.optim.max_grad_norm,
             tally=tally,
+            teacher=None if self.teacher is None else self.teacher.head(),
         )
         tally.add("optim/grad_norm", result.grad_norm)
         tally.add("optim/lr", result.lr, kind="max")
@@ -228,6 +263,8 @@ class Trainer:
         advance(self.schedule, updates)
         if self.critic is not None:
             self.critic.settle(updates)
+        if self.teacher is not None:
+            self.teacher.reclaim()
         if source is not None:
             source.settle()
 
@@ -257,21 +294,24 @@ class Trainer:
 
     def collect(self, prompts: Sequence[Prompt], selection: Selection | None = None) -> list[SampleGroup]:
         """This rank's share of the groups, sampled, scored and selected. The weights are in the engine."""
-        config, selection = self.config, selection or self.selection(prompts)
-        rollout = config.rollout
+        rollout, selection = self.config.rollout, selection or self.selection(prompts)
+        if self.dumped is not None:
+            return self.dumped.groups(self.steps_done + 1, selection, self.world)
         mine = deal(self.world, prompts, self.config.engine.tensor_parallel)
         total = len(mine) * rollout.group_size if self.filter is None else None
         with self.console.progress("generating", total=total) as bar:
             groups = Collection(
                 sampler=sampler_of(
                     self.agent,
-                    together=config.engine.kind == "transformers",
+                    together=self.config.engine.kind == "transformers",
                     engine=self.engine,
                     sampling=self.sampling,
                     group_size=rollout.group_size,
                     scorer=self.scorer,
                     decode=self.decode,
                     seed=self.config.run.seed,
+                    generate=self.generate,
+                    watch=self.probe.watch,
                 ),
                 selection=selection,
                 world=self.world,
@@ -325,6 +365,7 @@ class Trainer:
         if self.sampling.return_routing:
             replay.check_samples(samples, self.policy.routing_shape)
         models = [m.module for m in (self.policy, self.reference, self.critic) if m is not None]
+        models += [] if self.teacher is None else self.teacher.modules
         return build_minibatches(
             samples,
             self.world,
@@ -338,7 +379,7 @@ class Trainer:
         )
 
     def add_logprobs(self, batch: Sequence[Sequence[Microbatch]], tally: Tally) -> None:
-        """Old and reference log-probs, where the algorithm needs them.
+        """Old and reference log-probs, and a teacher's, where the algorithm needs them.
 
         A single update is made on the very weights that sampled, so its old log-probs are the present ones and no pass
         is spent on them.
@@ -354,6 +395,8 @@ class Trainer:
                 microbatch.ref_logprobs = self.reference.logprobs(microbatch, temperature)
         if self.reference is not None:
             self.reference.reclaim()
+        if self.teacher is not None:
+            self.teacher.add_targets(batch, self.config.correction.score_centering_top_k)
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -403,7 +446,11 @@ class Trainer:
                     run_folder.export_step(self.policy, config, step, self.world)
                     if self.critic is not None:
                         self.critic.export(self.run_dir / "hf" / f"step_{step:06d}_critic", replace=True)
+                self.outside.log(trackers)
+                if self.outside.is_due(step, last):
+                    self.outside.submit(step, partial(self.export, replace=True))
             checkpointer.wait()
+            self.outside.finish(trackers)
         return metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -424,6 +471,7 @@ class Trainer:
                 renew=self._renew_engine,
                 on_restart=self._tell_restart,
                 restart=self._restart_engine,
+                generate=self.generate,
                 agent=self.agent,
                 together=self.config.engine.kind == "transformers",
             )
@@ -482,6 +530,7 @@ class Trainer:
         run_folder.describe_run(self.run_dir, self.config, self.steps_done, self.world, self.console)
         if self.world.is_main and self.writer is not None:
             self.writer.drop_after(self.steps_done)
+        self.probe.resumed(self.steps_done)
         self.world.barrier()
         for prompts in (self.prompts, *(s.prompts for s in self.eval_sets)):
             if prompts.notice:
