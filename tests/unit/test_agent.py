@@ -447,6 +447,8 @@ def test_more_config_mistakes() -> None:
     tools = {"tools": ["python"]}
     with pytest.raises(ConfigError, match=r"data\.apply_chat_template: turns are written by the chat template"):
         load_config(agent=tools)
+    with pytest.raises(ConfigError, match="play the episodes: drop one of the two"):
+        load_config(agent=tools, rollout={"generate": "m:f"}, data={"apply_chat_template": True})
     with pytest.raises(ConfigError, match="results of tools have none: remove it"):
         load_config(agent=tools, correction={"score_centering_top_k": 4}, data={"apply_chat_template": True})
 

@@ -210,6 +210,16 @@ def test_several_agents_train(tmp_path: Path) -> None:
     assert metrics["mismatch/logprob_abs_diff_max"] < 1e-4
 
 
+@pytest.mark.parametrize("environment", ["Hints", "Pair"])
+def test_a_dump_trains_to_the_same_weights(tmp_path: Path, environment: str) -> None:
+    """What was given, several agents' prompts and all, is in the dump: replayed, weights are equal bit for bit."""
+    live, _ = train(run_config(tmp_path, "live", environment, dump={"rollouts": True}))
+    replayed, metrics = train(run_config(tmp_path, "replayed", environment, debug={"rollouts": str(tmp_path / "live")}))
+    for name, tensor in live.items():
+        assert torch.equal(tensor, replayed[name]), name
+    assert metrics["agent/episodes"] == 16
+
+
 def test_evaluation_plays_episodes(tmp_path: Path) -> None:
     data = str(tmp_path / "data.jsonl")
     sets = [{"name": "held", "path": data, "samples_per_prompt": 2, "temperature": 1.0}]

@@ -108,7 +108,6 @@ FULL = Config(
         stop_token_ids=[0, 151645],
         truncated="mask",
         filter="m:f",
-        generate="m:f",
         oversample_prompts=6,
         max_draws=2,
     ),
@@ -283,7 +282,7 @@ def test_dump_reloads() -> None:
         *("engine.kind", "engine.urls", "algorithm.normalize_std", "algorithm.dual_clip", "algorithm.tau_pos"),
         *("algorithm.tau_neg", "algorithm.kl_unbiased", "correction.use_rollout_logprobs", "parallel.context_parallel"),
         *("correction.score_centering_top_k", "teacher.url", "teacher.api_key_env", "teacher.request_timeout"),
-        *("teacher.top_k_from", "agent.search_url"),
+        *("teacher.top_k_from", "agent.search_url", "rollout.generate"),
     }
     for name, cls in sections().items():
         for field in dataclasses.fields(cls):
@@ -296,6 +295,8 @@ def test_dump_reloads() -> None:
         FULL, engine=EngineConfig(kind="sglang_server", urls=["http://a:1", "http://[::1]:2"])
     )
     assert reload(servers) == servers
+    hooked = Config(rollout=RolloutConfig(generate="m:f"))
+    assert reload(hooked) == hooked
     for teacher in (
         TeacherConfig(url="http://a:1", api_key_env="KEY", request_timeout=9.5),
         TeacherConfig(path="a/b", form="top_k", top_k_from="student"),
