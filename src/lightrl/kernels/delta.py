@@ -43,10 +43,10 @@ class Plan:
     outputs: Launch = Launch(4, 1, 128)
     inner: Launch = Launch(4)
     state_gradients: Launch = Launch(4, 2, 32)
-    query: Launch = Launch(8)
-    key: Launch = Launch(8, 1, 32)
-    system: Launch = Launch(8)
-    last: Launch = Launch(8)
+    query: Launch = Launch(4)
+    key: Launch = Launch(4, 1, 32)
+    system: Launch = Launch(4)
+    last: Launch = Launch(4)
     keep: bool = False
     """Keep what the forward pass made of chunks and states for the backward pass: faster, and more memory."""
 

@@ -10,6 +10,9 @@ after a chunk:
 The last line is dL = -T^T dT T^T with dT = dW (b e^c k)^T + dU (b v)^T. Sums over value heads that share a key head are
 made in one program, those over rows are too, and nothing is added atomically: results repeat bit by bit.
 
+Tiles are loaded where they are used and again where they are used again: held, they would take more registers than there
+are. Products of 64 rows are for four warps: with eight Triton computes some of them twice.
+
 Of the decays: what comes from out is <q, dq> - <k, dk>, row by row, in which the last row has also <S, dS> of the states
 after the chunk, written e^(c_end) <S before, dS> + sum of e^(c_end - c) <k, N dS^T>.
 """
@@ -121,7 +124,7 @@ def _normed_gradient(d, x, inverse, place, mask, scale, NORM: tl.constexpr):
 
 @triton.jit
 def query_gradients(
-    q, k, before, new, decays, grad, inverse, dq, d_decays, starts, sizes, num_rows, stride, scale,
+    q, k, before, new, decays, grad, inverse, dq, d_decays, starts, sizes, num_rows, stride: tl.constexpr, scale: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, CHUNK: tl.constexpr,
     NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -129,8 +132,6 @@ def query_gradients(
     key, chunk = tl.program_id(0), tl.program_id(1)
     row, size = tl.load(starts + chunk).to(tl.int64), tl.load(sizes + chunk)
     i = tl.arange(0, CHUNK)
-    b_q = rows_of(q + key * KD, row, HK * KD, size, 0, CHUNK, KD)
-    b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD)
     square = tl.arange(0, KD)[:, None] * VD + tl.arange(0, VD)[None, :]
     total = tl.zeros((CHUNK, KD), tl.float32)
     for number in range(H // HK):
@@ -138,13 +139,16 @@ def query_gradients(
         place = head.to(tl.int64) * num_rows + row + i
         c = sums(decays + head.to(tl.int64) * num_rows, row, size, CHUNK)
         b_o = rows_of(grad + head * VD, row, H * VD, size, 0, CHUNK, VD)
-        b_n = rows_of(new + head * VD, row, H * VD, size, 0, CHUNK, VD)
         b_s = tl.load(before + (chunk.to(tl.int64) * H + head) * (KD * VD) + square)
         part = tl.dot(b_o, tl.trans(b_s), input_precision=PRECISION) * tl.exp(c)[:, None]
+        b_n = rows_of(new + head * VD, row, H * VD, size, 0, CHUNK, VD)
         inner = tl.dot(b_o, tl.trans(b_n), input_precision=PRECISION) * _decay(c, CHUNK, 0)
+        b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD)
         part += tl.dot(inner.to(b_k.dtype), b_k, input_precision=PRECISION)
+        b_q = rows_of(q + key * KD, row, HK * KD, size, 0, CHUNK, KD)
         tl.store(d_decays + place, tl.sum(part * b_q.to(tl.float32), axis=1), mask=i < size)
         total += part
+    b_q = rows_of(q + key * KD, row, HK * KD, size, 0, CHUNK, KD)
     d = _normed_gradient(total, b_q.to(tl.float32), inverse, (row + i) * HK + key, i < size, scale, NORM)
     put_rows(dq + key * KD, d, row, stride, size, 0, CHUNK, KD)
 
@@ -159,8 +163,6 @@ def key_gradients(
     key, chunk = tl.program_id(0), tl.program_id(1)
     row, size = tl.load(starts + chunk).to(tl.int64), tl.load(sizes + chunk)
     i = tl.arange(0, CHUNK)
-    b_q = rows_of(q + key * KD, row, HK * KD, size, 0, CHUNK, KD)
-    b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD)
     square = tl.arange(0, KD)[:, None] * VD + tl.arange(0, VD)[None, :]
     slab = tl.arange(0, KD)[:, None] * VD + tl.arange(0, COLS)[None, :]
     total = tl.zeros((CHUNK, KD), tl.float32)
@@ -169,18 +171,22 @@ def key_gradients(
         place = head.to(tl.int64) * num_rows + row + i
         c = sums(decays + head.to(tl.int64) * num_rows, row, size, CHUNK)
         end = tl.load(decays + head.to(tl.int64) * num_rows + row + size - 1)
-        b_o = rows_of(grad + head * VD, row, H * VD, size, 0, CHUNK, VD)
         b_n = rows_of(new + head * VD, row, H * VD, size, 0, CHUNK, VD)
         state = (chunk.to(tl.int64) * H + head) * (KD * VD)
         b_d = tl.load(d_after + state + square)
         part = tl.dot(b_n, tl.trans(b_d), input_precision=PRECISION) * tl.exp(end - c)[:, None]
-        after = tl.sum(tl.sum(part * b_k.to(tl.float32), axis=1), axis=0)
+        b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD).to(tl.float32)
+        after = tl.sum(tl.sum(part * b_k, axis=1), axis=0)
         for col in range(0, VD, COLS):
-            s = tl.load(before + state + slab + col).to(tl.float32) * tl.load(d_after + state + slab + col).to(tl.float32)
+            s = tl.load(before + state + slab + col).to(tl.float32)
+            s *= tl.load(d_after + state + slab + col).to(tl.float32)
             after += tl.exp(end) * tl.sum(tl.sum(s, axis=1), axis=0)
+        b_o = rows_of(grad + head * VD, row, H * VD, size, 0, CHUNK, VD)
         inner = tl.dot(b_n, tl.trans(b_o), input_precision=PRECISION) * _decay_turned(c, CHUNK, 0)
+        b_q = rows_of(q + key * KD, row, HK * KD, size, 0, CHUNK, KD)
         part += tl.dot(inner.to(b_q.dtype), b_q, input_precision=PRECISION)
-        d_c = tl.load(d_decays + place, mask=i < size, other=0.0) - tl.sum(part * b_k.to(tl.float32), axis=1)
+        b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD).to(tl.float32)
+        d_c = tl.load(d_decays + place, mask=i < size, other=0.0) - tl.sum(part * b_k, axis=1)
         tl.store(d_decays + place, d_c + tl.where(i == size - 1, after, 0.0), mask=i < size)
         total += part
     put_rows(dk + key * KD, total, row, HK * KD, size, 0, CHUNK, KD)
@@ -208,7 +214,8 @@ def system_gradients(
 @triton.jit
 def last_gradients(
     k, v, w, u, x, y, beta, decays, inverse, dk_part, d_decays, dk, dv, d_log_decay, d_beta, starts, sizes,
-    num_rows, stride_v, stride_dk, stride_dv,
+    num_rows,
+    stride_v: tl.constexpr, stride_dk: tl.constexpr, stride_dv: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, CHUNK: tl.constexpr,
     NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -217,40 +224,41 @@ def last_gradients(
     row, size = tl.load(starts + chunk).to(tl.int64), tl.load(sizes + chunk)
     i = tl.arange(0, CHUNK)
     inside = i < size
-    b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD)
-    products = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-    total = rows_of(dk_part + key * KD, row, HK * KD, size, 0, CHUNK, KD)
+    total = tl.zeros((CHUNK, KD), tl.float32)
     for number in range(H // HK):
         head = key * (H // HK) + number
         c = sums(decays + head.to(tl.int64) * num_rows, row, size, CHUNK)
         d_c = tl.load(d_decays + head.to(tl.int64) * num_rows + row + i, mask=inside, other=0.0)
         b = tl.load(beta + (row + i) * H + head, mask=inside, other=0.0).to(tl.float32)
         b_y = rows_of(y + head * VD, row, H * VD, size, 0, CHUNK, VD)
+        put_rows(dv + head * VD, b_y.to(tl.float32) * b[:, None], row, stride_dv, size, 0, CHUNK, VD)
         b_v = rows_of(v + head * VD, row, stride_v, size, 0, CHUNK, VD)
         d_b = tl.sum(b_y.to(tl.float32) * b_v.to(tl.float32), axis=1)
-        put_rows(dv + head * VD, b_y.to(tl.float32) * b[:, None], row, stride_dv, size, 0, CHUNK, VD)
-        b_x = rows_of(x + head * KD, row, H * KD, size, 0, CHUNK, KD)
-        scaled = b_x.to(tl.float32) * tl.exp(c)[:, None]
-        along = tl.sum(scaled * b_k.to(tl.float32), axis=1)
-        d_b += along
-        d_c += along * b
-        total += scaled * b[:, None]
-        b_w = rows_of(w + head * KD, row, H * KD, size, 0, CHUNK, KD)
         b_u = rows_of(u + head * VD, row, H * VD, size, 0, CHUNK, VD)
-        d_l = tl.dot(b_x, tl.trans(b_w), input_precision=PRECISION)
-        d_l += tl.dot(b_y, tl.trans(b_u), input_precision=PRECISION)
+        d_l = tl.dot(b_y, tl.trans(b_u), input_precision=PRECISION)
+        d_m = tl.dot(b_u, tl.trans(b_y), input_precision=PRECISION)  # the transposed of d_l
+        b_x = rows_of(x + head * KD, row, H * KD, size, 0, CHUNK, KD)
+        b_w = rows_of(w + head * KD, row, H * KD, size, 0, CHUNK, KD)
+        d_l += tl.dot(b_x, tl.trans(b_w), input_precision=PRECISION)
+        d_m += tl.dot(b_w, tl.trans(b_x), input_precision=PRECISION)
         d_l *= -_decay(c, CHUNK, 1)
-        shares = d_l * products
+        d_m *= -_decay_turned(c, CHUNK, 1) * b[None, :]
+        b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD)
+        total += tl.dot(d_m.to(b_k.dtype), b_k, input_precision=PRECISION)
+        shares = d_l * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
         d_b += tl.sum(shares, axis=1)
         shares *= b[:, None]
         d_c += tl.sum(shares, axis=1) - tl.sum(shares, axis=0)
         total += tl.dot((d_l * b[:, None]).to(b_k.dtype), b_k, input_precision=PRECISION)
-        d_l = tl.dot(b_w, tl.trans(b_x), input_precision=PRECISION)
-        d_l += tl.dot(b_u, tl.trans(b_y), input_precision=PRECISION)
-        d_l *= -_decay_turned(c, CHUNK, 1) * b[None, :]
-        total += tl.dot(d_l.to(b_k.dtype), b_k, input_precision=PRECISION)
-        d_g = tl.cumsum(d_c, axis=0, reverse=True)
+        b_x = rows_of(x + head * KD, row, H * KD, size, 0, CHUNK, KD)
+        b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD)
+        scaled = b_x.to(tl.float32) * tl.exp(c)[:, None]
+        along = tl.sum(scaled * b_k.to(tl.float32), axis=1)
+        total += scaled * b[:, None]
+        d_g = tl.cumsum(d_c + along * b, axis=0, reverse=True)
         tl.store(d_log_decay + (row + i) * H + head, d_g.to(d_log_decay.dtype.element_ty), mask=inside)
-        tl.store(d_beta + (row + i) * H + head, d_b.to(d_beta.dtype.element_ty), mask=inside)
+        tl.store(d_beta + (row + i) * H + head, (d_b + along).to(d_beta.dtype.element_ty), mask=inside)
+    total += rows_of(dk_part + key * KD, row, HK * KD, size, 0, CHUNK, KD)
+    b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD)
     d = _normed_gradient(total, b_k.to(tl.float32), inverse, (row + i) * HK + key, inside, 1.0, NORM)
     put_rows(dk + key * KD, d, row, stride_dk, size, 0, CHUNK, KD)

@@ -148,6 +148,7 @@ def prepare(
         put_rows(solved + HALF, tl.zeros((HALF, HALF), tl.float32), row, H * 2 * HALF, size, 0, HALF, HALF)
         put_rows(solved, t_21, row, H * 2 * HALF, size, HALF, HALF, HALF)
         put_rows(solved + HALF, t_22, row, H * 2 * HALF, size, HALF, HALF, HALF)
+    k_1, k_2 = _halves(k + (head // (H // HK)) * KD, row, HK * KD, size, HALF, KD)  # held, they would not fit registers
     x_1 = k_1.to(tl.float32) * (b_1 * tl.exp(c_1))[:, None]
     x_2 = k_2.to(tl.float32) * (b_2 * tl.exp(c_2))[:, None]
     _put_product(w + head * KD, t_11, t_21, t_22, x_1, x_2, row, H * KD, size, HALF, KD, PRECISION)
