@@ -10,15 +10,17 @@ Shapes: `T` rows, `S` segments, `N` chunks, `Hk` and `Hv` key and value heads of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightrl.kernels.delta_blocks import CHUNK, Blocks
-from lightrl.kernels.gated_delta import Chains
+from lightrl.kernels.gated_delta import Chains, DeltaInputs
+from lightrl.kernels.short_conv import short_convolution
 
-_WIDTHS = (16, 32, 64, 128, 256)
+_WIDTHS = frozenset({16, 32, 64, 128})
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -66,9 +68,25 @@ SAFE = Plan(
 """With two warps Triton leaves Hopper's wgmma instructions alone, around which it has compiled wrongly."""
 
 
-def fits(key_heads: int, value_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+class Heads(NamedTuple):
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+
+    def split(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k [T, Hk, Dk] and v [T, Hv, Dv] of [T, C]: views."""
+        keys = self.key_heads * self.key_dim
+        q, k, v = channels.split([keys, keys, self.value_heads * self.value_dim], dim=1)
+        q, k = (x.unflatten(1, (self.key_heads, self.key_dim)) for x in (q, k))
+        return q, k, v.unflatten(1, (self.value_heads, self.value_dim))
+
+
+def takes(heads: Heads, taps: int, activation: object, dtype: torch.dtype) -> bool:
     """Whether the kernels take such layers."""
-    return value_heads % key_heads == 0 and key_dim in _WIDTHS and value_dim in _WIDTHS and dtype in _TYPES
+    silu = activation is F.silu or type(activation).__name__ in ("SiLU", "SiLUActivation")
+    whole = heads.value_heads % heads.key_heads == 0
+    return silu and whole and taps <= 7 and {heads.key_dim, heads.value_dim} <= _WIDTHS and dtype in _TYPES
 
 
 def gated_delta_rule(
@@ -89,8 +107,35 @@ def gated_delta_rule(
     `initial` [S, Hv, Dk, Dv] float32: states to start from; of segments that continue another one it is not read.
     `normalize`: q and k are divided by their lengths; without, only q by sqrt(Dk).
     """
-    out, ends = _Rule.apply(q, k, v, log_decay, beta, initial, chains.blocks, want_ends, normalize, plan)
+    heads = Heads(*q.shape[1:], *v.shape[1:])
+    channels = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+    return rule_of_channels(
+        channels, heads, log_decay, beta, chains, want_ends, initial=initial, normalize=normalize, plan=plan
+    )
+
+
+def rule_of_channels(
+    channels: Tensor,
+    heads: Heads,
+    log_decay: Tensor,
+    beta: Tensor,
+    chains: Chains,
+    want_ends: bool = False,
+    *,
+    initial: Tensor | None = None,
+    normalize: bool = True,
+    plan: Plan = FAST,
+) -> tuple[Tensor, Tensor | None]:
+    """The same of q, k and v side by side, [T, C], as a convolution leaves them: neither they nor gradients are copied."""
+    out, ends = _Rule.apply(channels, heads, log_decay, beta, initial, chains.blocks, want_ends, normalize, plan)
     return out, ends if want_ends else None
+
+
+def mix(inputs: DeltaInputs, chains: Chains, plan: Plan = FAST) -> Tensor:
+    """As `gated_delta.mix`, for inputs that `takes` says yes to."""
+    channels = short_convolution(inputs.mixed, inputs.weight, inputs.bias, chains)
+    heads = Heads(inputs.key_heads, inputs.key_dim, inputs.value_heads, inputs.value_dim)
+    return rule_of_channels(channels, heads, inputs.log_decay, inputs.beta, chains, plan=plan)[0]
 
 
 def gated_delta_recurrence(
@@ -172,9 +217,8 @@ class _Rule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        channels: Tensor,
+        heads: Heads,
         log_decay: Tensor,
         beta: Tensor,
         initial: Tensor | None,
@@ -184,19 +228,19 @@ class _Rule(torch.autograd.Function):
         plan: Plan,
     ) -> tuple[Tensor, Tensor | None]:
         backward = any(ctx.needs_input_grad)
-        rows = _Rows.build(q, k, v, log_decay, beta, normalize)
+        rows = _Rows.build(channels, heads, log_decay, beta, normalize)
         work = _forward(rows, initial, blocks, want_ends, plan, solved=backward and plan.keep)
         out = _outputs(rows, work, blocks, plan)
         if backward:
             kept = [work.decays, work.solved, work.w, work.u, work.before, work.new] if plan.keep else []
             ctx.save_for_backward(*rows.tensors(), initial, *kept)
-            ctx.constants = (blocks, plan)
+            ctx.constants = (blocks, plan, heads)
             ctx.set_materialize_grads(False)
         return out, work.ends if want_ends else None
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_ends: Tensor | None) -> tuple[Any, ...]:
-        blocks, plan = ctx.constants
+        blocks, plan, heads = ctx.constants
         *tensors, initial = ctx.saved_tensors[:8]
         rows = _Rows(*tensors)
         if ctx.saved_tensors[8:]:
@@ -205,8 +249,12 @@ class _Rule(torch.autograd.Function):
         else:
             work = _forward(rows, initial, blocks, False, plan, solved=True)
         grad = torch.zeros_like(work.new) if grad is None else grad.contiguous()
-        found = _backward(rows, work, grad, grad_ends, blocks, plan, initial=initial is not None)
-        return found.dq, found.dk, found.dv, found.d_log_decay, found.d_beta, found.d_initial, None, None, None, None
+        channels = 2 * heads.key_heads * heads.key_dim + heads.value_heads * heads.value_dim
+        out = torch.empty(len(rows.v), channels, dtype=rows.v.dtype, device=rows.v.device)
+        d_log_decay, d_beta, d_initial = _backward(
+            rows, work, grad, grad_ends, heads.split(out), blocks, plan, initial=initial is not None
+        )
+        return out, None, d_log_decay, d_beta, d_initial, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -226,27 +274,22 @@ class _Rows:
         object.__setattr__(self, "sizes", _Sizes.of(self.q, self.v))
 
     @classmethod
-    def build(cls, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, normalize: bool) -> _Rows:
+    def build(cls, channels: Tensor, heads: Heads, log_decay: Tensor, beta: Tensor, normalize: bool) -> _Rows:
         from lightrl.kernels import delta_triton
 
+        q, k, v = heads.split(channels.contiguous())
         made: list[Tensor] = []
         inverses: list[Tensor | None] = []
         for x, scale in ((q, q.shape[-1] ** -0.5), (k, 1.0)):
-            x = _side_by_side(x)
             out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             inverse = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) if normalize else None
             delta_triton.unit(x, out, inverse, scale)
             made.append(out)
             inverses.append(inverse)
-        return cls(*made, *inverses, _side_by_side(v), log_decay.contiguous(), beta.contiguous())
+        return cls(*made, *inverses, v, log_decay.contiguous(), beta.contiguous())
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.q, self.k, self.q_inverse, self.k_inverse, self.v, self.log_decay, self.beta
-
-
-def _side_by_side(x: Tensor) -> Tensor:
-    """A view where heads lie side by side, as in the product of a projection."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def _forward(
@@ -304,19 +347,18 @@ def _outputs(rows: _Rows, work: _Work, blocks: Blocks, plan: Plan) -> Tensor:
     return out
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Gradients:
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    d_log_decay: Tensor
-    d_beta: Tensor
-    d_initial: Tensor | None
-
-
 def _backward(
-    rows: _Rows, work: _Work, grad: Tensor, grad_ends: Tensor | None, blocks: Blocks, plan: Plan, *, initial: bool
-) -> _Gradients:
+    rows: _Rows,
+    work: _Work,
+    grad: Tensor,
+    grad_ends: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor],
+    blocks: Blocks,
+    plan: Plan,
+    *,
+    initial: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k and v into `out`; those of decays, rates and initial states."""
     from lightrl.kernels import delta_backward_triton as kernels
 
     z = rows.sizes
@@ -326,7 +368,7 @@ def _backward(
         rows.q, rows.k, grad, work.decays, d_new, *cut, z.rows, **z.grouped, **plan.inner.options()
     )
     d_after, d_initial = _state_gradients(rows, work, grad, grad_ends, d_new, blocks, plan, initial)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (rows.q, rows.k, rows.v))
+    dq, dk, dv = out
     d_decays, part = torch.empty_like(work.decays), torch.empty(rows.k.shape, dtype=torch.float32, device=grad.device)
     normed = rows.q_inverse is not None
     kernels.query_gradients[of_keys](
@@ -347,7 +389,7 @@ def _backward(
         dk, dv, d_log_decay, d_beta, *cut, z.rows, rows.v.stride(0), dk.stride(0), dv.stride(0),
         **z.grouped, NORM=normed, **plan.last.options(),
     )  # fmt: skip
-    return _Gradients(dq=dq, dk=dk, dv=dv, d_log_decay=d_log_decay, d_beta=d_beta, d_initial=d_initial)
+    return d_log_decay, d_beta, d_initial
 
 
 def _state_gradients(

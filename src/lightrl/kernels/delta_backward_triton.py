@@ -42,7 +42,7 @@ def _decay_turned(c, CHUNK: tl.constexpr, LEAST: tl.constexpr):
     return tl.exp(tl.where(i[None, :] >= i[:, None] + LEAST, c[None, :] - c[:, None], float("-inf")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def inner_gradients(
     q, k, grad, decays, d_new, starts, sizes, num_rows,
     H: tl.constexpr, HK: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -60,7 +60,7 @@ def inner_gradients(
     put_rows(d_new + head * VD, d, row, H * VD, size, 0, CHUNK, VD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def state_gradients(
     q, k, w, grad, decays, grad_ends, d_starts, start_slots, d_new, d_after,
     wave, rows, lengths, chunks, child_offsets, children, num_rows,
@@ -122,7 +122,7 @@ def _normed_gradient(d, x, inverse, place, mask, scale, NORM: tl.constexpr):
         return d * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def query_gradients(
     q, k, before, new, decays, grad, inverse, dq, d_decays, starts, sizes, num_rows, stride: tl.constexpr, scale: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, CHUNK: tl.constexpr,
@@ -153,7 +153,7 @@ def query_gradients(
     put_rows(dq + key * KD, d, row, stride, size, 0, CHUNK, KD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def key_gradients(
     q, k, before, d_after, new, decays, grad, dk, d_decays, starts, sizes, num_rows,
     H: tl.constexpr, HK: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, CHUNK: tl.constexpr, COLS: tl.constexpr,
@@ -211,7 +211,7 @@ def system_gradients(
     put_rows(x + head * KD, d, row, H * KD, size, 0, CHUNK, KD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def last_gradients(
     k, v, w, u, x, y, beta, decays, inverse, dk_part, d_decays, dk, dv, d_log_decay, d_beta, starts, sizes,
     num_rows,

@@ -33,7 +33,7 @@ def unit(x: Tensor, out: Tensor, inverse: Tensor | None, scale: float) -> None:
     _unit[grid](x, out, inverse, rows, x.stride(0), scale, H=heads, D=width, NORM=inverse is not None, ROWS=_ROWS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _unit(
     x, out, inverse, rows, stride, scale, H: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -111,7 +111,7 @@ def _put_product(
     put_rows(out, y, row, stride, size, HALF, HALF, COLS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def prepare(
     k, v, log_decay, beta, starts, sizes, decays, solved, w, u, num_rows, stride_v,
     H: tl.constexpr, HK: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, HALF: tl.constexpr,
@@ -157,7 +157,7 @@ def prepare(
     _put_product(u + head * VD, t_11, t_21, t_22, x_1, x_2, row, H * VD, size, HALF, VD, PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def states(
     k, w, u, decays, initial, ends, end_slots, before, new,
     wave, rows, lengths, chunks, parents, num_rows,
@@ -201,7 +201,7 @@ def states(
             tl.store(ends + (slot.to(tl.int64) * H + head) * (KD * VD) + places, state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def outputs(
     q, k, before, new, decays, out, starts, sizes, num_rows,
     H: tl.constexpr, HK: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, CHUNK: tl.constexpr, COLS: tl.constexpr,
