@@ -26,7 +26,7 @@ _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is compiled: warps a program, stages of loops that prefetch, columns of a program's tile (0: all)."""
+    """How a kernel is compiled: warps a program, stages of loops that prefetch, columns of a tile (0: all)."""
 
     warps: int
     stages: int = 1
@@ -126,7 +126,7 @@ def rule_of_channels(
     normalize: bool = True,
     plan: Plan = FAST,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same of q, k and v side by side, [T, C], as a convolution leaves them: neither they nor gradients are copied."""
+    """The same of q, k and v side by side, [T, C], as a convolution leaves them: nothing is copied."""
     out, ends = _Rule.apply(channels, heads, log_decay, beta, initial, chains.blocks, want_ends, normalize, plan)
     return out, ends if want_ends else None
 
@@ -241,8 +241,8 @@ class _Rule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_ends: Tensor | None) -> tuple[Any, ...]:
         blocks, plan, heads = ctx.constants
-        *tensors, initial = ctx.saved_tensors[:8]
-        rows = _Rows(*tensors)
+        q, k, q_inverse, k_inverse, v, log_decay, beta, initial = ctx.saved_tensors[:8]
+        rows = _Rows(q, k, q_inverse, k_inverse, v, log_decay, beta)
         if ctx.saved_tensors[8:]:
             names = ("decays", "solved", "w", "u", "before", "new")
             work = _Work(**dict(zip(names, ctx.saved_tensors[8:], strict=True)), ends=None)
@@ -286,7 +286,8 @@ class _Rows:
             delta_triton.unit(x, out, inverse, scale)
             made.append(out)
             inverses.append(inverse)
-        return cls(*made, *inverses, v, log_decay.contiguous(), beta.contiguous())
+        (q, k), (q_inverse, k_inverse) = made, inverses
+        return cls(q, k, q_inverse, k_inverse, v, log_decay.contiguous(), beta.contiguous())
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.q, self.k, self.q_inverse, self.k_inverse, self.v, self.log_decay, self.beta
@@ -362,7 +363,11 @@ def _backward(
     from lightrl.kernels import delta_backward_triton as kernels
 
     z = rows.sizes
-    of_heads, of_keys, cut = (z.heads, blocks.num_chunks), (z.key_heads, blocks.num_chunks), (blocks.starts, blocks.sizes)
+    of_heads, of_keys, cut = (
+        (z.heads, blocks.num_chunks),
+        (z.key_heads, blocks.num_chunks),
+        (blocks.starts, blocks.sizes),
+    )
     d_new = torch.empty_like(work.new)
     kernels.inner_gradients[of_heads](
         rows.q, rows.k, grad, work.decays, d_new, *cut, z.rows, **z.grouped, **plan.inner.options()

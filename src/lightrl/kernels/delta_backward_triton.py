@@ -1,5 +1,5 @@
-"""Triton kernels of `delta.py`'s backward pass; names as in `delta_triton.py`, `dx` the gradient of x, `dS` of the state
-after a chunk:
+"""Triton kernels of `delta.py`'s backward pass; names as in `delta_triton.py`, `dx` the gradient of x, `dS` that of the
+state after a chunk:
 
     dN = P^T dout + e^(c_end - c) (k dS);  dS <- e^(c_end) dS + q^T (e^c dout) - W^T dN      `state_gradients`
     dq = e^c (dout S^T) + D k,  D_ij = e^(c_i - c_j) <dout_i, N_j>, j <= i                   `query_gradients`
@@ -7,14 +7,14 @@ after a chunk:
     X = T^T dW = -T^T (dN S^T),  Y = T^T dN: gradients of b e^c k and of b v                 `system_gradients`
     dL = -(X W^T + Y U^T), strictly lower                                                    `last_gradients`
 
-The last line is dL = -T^T dT T^T with dT = dW (b e^c k)^T + dU (b v)^T. Sums over value heads that share a key head are
-made in one program, those over rows are too, and nothing is added atomically: results repeat bit by bit.
+The last line is dL = -T^T dT T^T with dT = dW (b e^c k)^T + dU (b v)^T. Sums over value heads that share a key head
+are made in one program, those over rows are too, and nothing is added atomically: results repeat bit by bit.
 
-Tiles are loaded where they are used and again where they are used again: held, they would take more registers than there
-are. Products of 64 rows are for four warps: with eight Triton computes some of them twice.
+Tiles are loaded where they are used and again where they are used again: held, they would take more registers than
+there are. Products of 64 rows are for four warps: with eight Triton computes some of them twice.
 
-Of the decays: what comes from out is <q, dq> - <k, dk>, row by row, in which the last row has also <S, dS> of the states
-after the chunk, written e^(c_end) <S before, dS> + sum of e^(c_end - c) <k, N dS^T>.
+Of the decays c: a product scaled by e^(c_i - c_j) adds itself times its gradient to that of c_i and takes it from c_j's.
+The diagonals of P and L have none. Steps' log decays get the sums of these from their row to the chunk's end.
 """
 
 # Kernels are written in Triton's language, not in Python's types.
@@ -88,7 +88,7 @@ def state_gradients(
     grad += head * VD + col
     d_new += head * VD + col
     decays += head.to(tl.int64) * num_rows
-    for step in range(0, count):
+    for step in range(count):
         start = (count - 1 - step) * CHUNK
         row, size = first + start, tl.minimum(length - start, CHUNK)
         tl.store(d_after + places, d.to(d_after.dtype.element_ty))
@@ -118,17 +118,17 @@ def _normed_gradient(d, x, inverse, place, mask, scale, NORM: tl.constexpr):
         r = tl.load(inverse + place, mask=mask, other=0.0) * scale
         along = tl.sum(d * x, axis=1) / (scale * scale)
         return (d - x * along[:, None]) * r[:, None]
-    else:
-        return d * scale
+    return d * scale
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def query_gradients(
-    q, k, before, new, decays, grad, inverse, dq, d_decays, starts, sizes, num_rows, stride: tl.constexpr, scale: tl.constexpr,
+    q, k, before, new, decays, grad, inverse, dq, d_decays, starts, sizes, num_rows,
+    stride: tl.constexpr, scale: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, CHUNK: tl.constexpr,
     NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of a chunk of a key head; <q, dq> of each of its value heads into `d_decays`."""
+    """dq of a chunk of a key head; and into `d_decays` of each of its value heads what comes from the output."""
     key, chunk = tl.program_id(0), tl.program_id(1)
     row, size = tl.load(starts + chunk).to(tl.int64), tl.load(sizes + chunk)
     i = tl.arange(0, CHUNK)
@@ -141,13 +141,17 @@ def query_gradients(
         b_o = rows_of(grad + head * VD, row, H * VD, size, 0, CHUNK, VD)
         b_s = tl.load(before + (chunk.to(tl.int64) * H + head) * (KD * VD) + square)
         part = tl.dot(b_o, tl.trans(b_s), input_precision=PRECISION) * tl.exp(c)[:, None]
+        b_q = rows_of(q + key * KD, row, HK * KD, size, 0, CHUNK, KD)
+        d_c = tl.sum(part * b_q.to(tl.float32), axis=1)
+        total += part
         b_n = rows_of(new + head * VD, row, H * VD, size, 0, CHUNK, VD)
         inner = tl.dot(b_o, tl.trans(b_n), input_precision=PRECISION) * _decay(c, CHUNK, 0)
         b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD)
-        part += tl.dot(inner.to(b_k.dtype), b_k, input_precision=PRECISION)
-        b_q = rows_of(q + key * KD, row, HK * KD, size, 0, CHUNK, KD)
-        tl.store(d_decays + place, tl.sum(part * b_q.to(tl.float32), axis=1), mask=i < size)
-        total += part
+        total += tl.dot(inner.to(b_k.dtype), b_k, input_precision=PRECISION)
+        shares = inner * tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        shares = tl.where(i[:, None] > i[None, :], shares, 0.0)
+        d_c += tl.sum(shares, axis=1) - tl.sum(shares, axis=0)
+        tl.store(d_decays + place, d_c, mask=i < size)
     b_q = rows_of(q + key * KD, row, HK * KD, size, 0, CHUNK, KD)
     d = _normed_gradient(total, b_q.to(tl.float32), inverse, (row + i) * HK + key, i < size, scale, NORM)
     put_rows(dq + key * KD, d, row, stride, size, 0, CHUNK, KD)
@@ -175,20 +179,20 @@ def key_gradients(
         state = (chunk.to(tl.int64) * H + head) * (KD * VD)
         b_d = tl.load(d_after + state + square)
         part = tl.dot(b_n, tl.trans(b_d), input_precision=PRECISION) * tl.exp(end - c)[:, None]
-        b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD).to(tl.float32)
-        after = tl.sum(tl.sum(part * b_k, axis=1), axis=0)
+        b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD)
+        shares = tl.where(i < size - 1, tl.sum(part * b_k.to(tl.float32), axis=1), 0.0)
+        total += part
+        after = tl.sum(shares, axis=0)
         for col in range(0, VD, COLS):
             s = tl.load(before + state + slab + col).to(tl.float32)
             s *= tl.load(d_after + state + slab + col).to(tl.float32)
             after += tl.exp(end) * tl.sum(tl.sum(s, axis=1), axis=0)
+        d_c = tl.load(d_decays + place, mask=i < size, other=0.0) - shares
+        tl.store(d_decays + place, d_c + tl.where(i == size - 1, after, 0.0), mask=i < size)
         b_o = rows_of(grad + head * VD, row, H * VD, size, 0, CHUNK, VD)
         inner = tl.dot(b_n, tl.trans(b_o), input_precision=PRECISION) * _decay_turned(c, CHUNK, 0)
         b_q = rows_of(q + key * KD, row, HK * KD, size, 0, CHUNK, KD)
-        part += tl.dot(inner.to(b_q.dtype), b_q, input_precision=PRECISION)
-        b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD).to(tl.float32)
-        d_c = tl.load(d_decays + place, mask=i < size, other=0.0) - tl.sum(part * b_k, axis=1)
-        tl.store(d_decays + place, d_c + tl.where(i == size - 1, after, 0.0), mask=i < size)
-        total += part
+        total += tl.dot(inner.to(b_q.dtype), b_q, input_precision=PRECISION)
     put_rows(dk + key * KD, total, row, HK * KD, size, 0, CHUNK, KD)
 
 
@@ -204,7 +208,10 @@ def system_gradients(
     b_d = rows_of(d_new + head * VD, row, H * VD, size, 0, CHUNK, VD)
     put_rows(y + head * VD, tl.dot(b_t, b_d, input_precision=PRECISION), row, H * VD, size, 0, CHUNK, VD)
     b_s = tl.load(
-        before + (chunk.to(tl.int64) * H + head) * (KD * VD) + tl.arange(0, KD)[:, None] * VD + tl.arange(0, VD)[None, :]
+        before
+        + (chunk.to(tl.int64) * H + head) * (KD * VD)
+        + tl.arange(0, KD)[:, None] * VD
+        + tl.arange(0, VD)[None, :]
     )
     d_w = -tl.dot(b_d, tl.trans(b_s), input_precision=PRECISION)
     d = tl.dot(b_t, d_w.to(b_t.dtype), input_precision=PRECISION)

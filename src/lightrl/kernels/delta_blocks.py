@@ -129,6 +129,8 @@ def _last_rows(borders: Sequence[int], parents: Sequence[int], segment: int, cou
     """The last `count` rows of a segment and of what it continues, the last one first."""
     rows: list[int] = []
     while segment >= 0 and len(rows) < count:
-        rows += range(borders[segment + 1] - 1, max(borders[segment], borders[segment + 1] - 1 - count + len(rows)) - 1, -1)
+        rows += range(
+            borders[segment + 1] - 1, max(borders[segment], borders[segment + 1] - 1 - count + len(rows)) - 1, -1
+        )
         segment = parents[segment]
     return rows[:count]

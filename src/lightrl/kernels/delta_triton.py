@@ -2,16 +2,16 @@
 
 With `c` the log decays summed up within a chunk, `b` the learning rates and `S` the state before it, for each head:
 
-    L_ij = b_i e^(c_i - c_j) <k_i, k_j>, j < i;   T = (I + L)^-1;   U = T (b v);   W = T (b e^c k)     `_prepare`
-    N = U - W S;   S <- e^(c_end) S + k^T (e^(c_end - c) N)                                         `_states`
-    out = e^c (q S) + P N,   P_ij = e^(c_i - c_j) <q_i, k_j>, j <= i                                `_outputs`
+    L_ij = b_i e^(c_i - c_j) <k_i, k_j>, j < i;   T = (I + L)^-1;   U = T (b v);   W = T (b e^c k)     `prepare`
+    N = U - W S;   S <- e^(c_end) S + k^T (e^(c_end - c) N)                                         `states`
+    out = e^c (q S) + P N,   P_ij = e^(c_i - c_j) <q_i, k_j>, j <= i                                `outputs`
 
-(the UT transform of Yang et al., arXiv:2406.06484, with the decays of arXiv:2412.06464). Only `_states` goes from chunk to
-chunk. Rows beyond a chunk's end are zeros and decay nothing.
+(the UT transform of Yang et al., arXiv:2406.06484, with the decays of arXiv:2412.06464). Only `states` goes from chunk
+to chunk. Rows beyond a chunk's end are zeros and decay nothing.
 
 On Hopper, Triton 3.4 to 3.7.0 compiles `tl.dot` wrongly where a product is transposed in registers and then is the left
-factor of another product. None is transposed here: where both a matrix and its transpose are wanted, each is a product of
-its own, and left factors that are loaded transposed are used as they are.
+factor of another product (flash-linear-attention's issue 640). None is transposed here: where both a matrix and its
+transpose are wanted, each is a product of its own, and left factors that are loaded transposed are used as they are.
 """
 
 # Kernels are written in Triton's language, not in Python's types.
@@ -27,7 +27,7 @@ _ROWS = 32
 
 
 def unit(x: Tensor, out: Tensor, inverse: Tensor | None, scale: float) -> None:
-    """x [T, H, D], heads side by side: out = x times `scale`, over its length where `inverse` [T, H] is to hold 1 / length."""
+    """x [T, H, D], heads side by side: out = `scale` x, and over its length, if `inverse` [T, H] is to hold 1 / length."""
     rows, heads, width = x.shape
     grid = (heads, triton.cdiv(rows, _ROWS))
     _unit[grid](x, out, inverse, rows, x.stride(0), scale, H=heads, D=width, NORM=inverse is not None, ROWS=_ROWS)

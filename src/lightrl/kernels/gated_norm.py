@@ -44,7 +44,8 @@ class _GatedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         from lightrl.kernels.gated_norm_triton import backward
 
-        return *backward(_rows(grad), *ctx.saved_tensors, ctx.eps), None
+        x, gate, weight = ctx.saved_tensors
+        return *backward(_rows(grad), x, gate, weight, ctx.eps), None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Triton kernels of `gated_norm.py`: tiles of whole rows.
 
-Backward, with n = x r, r = 1 / sqrt(mean(x^2) + eps), a = silu(z): da = dy w n, dn = dy w a, dx = r (dn - n mean(n dn)),
-dw = sum over rows of dy n a; programs' shares of it are added in a fixed order.
+Backward, with n = x r, r = 1 / sqrt(mean(x^2) + eps), a = silu(z): da = dy w n, dn = dy w a,
+dx = r (dn - n mean(n dn)), dw = sum over rows of dy n a; programs' shares of it are added in a fixed order.
 """
 
 # Kernels are written in Triton's language, not in Python's types.

@@ -1,7 +1,7 @@
 """The short causal convolution before a gated delta rule, with SiLU, over packed segments: one kernel forward.
 
-Row t of a channel: y = silu(b + sum over d of w[taps - 1 - d] x[t - d]), where t - d is counted back in t's sample: from
-an answer's first rows into the prompt that it continues. Nothing but the inputs is kept for the backward pass.
+Row t of a channel: y = silu(b + sum over d of w[taps - 1 - d] x[t - d]), where t - d is counted back in t's sample:
+from an answer's first rows into the prompt that it continues. Nothing but the inputs is kept for the backward pass.
 `gated_delta.short_convolution` is the same in plain torch.
 
 Shapes: `T` rows, `C` channels.
