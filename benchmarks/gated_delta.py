@@ -199,10 +199,11 @@ def measure_case(case: Case, calls: dict[str, Callable[[], Any]], args: argparse
             ):
                 if what == "memory" and args.device != "cuda":
                     continue
+                label = f"{CASES[case.name]}, {args.tokens} tokens, {what}{mine.removeprefix('ours')}"
                 rows.append(
                     common.result_row(
-                        f"{CASES[case.name]}, {args.tokens} tokens, {what}{mine.removeprefix('ours')}", unit, found[mine],
-                        found[peer], better="lower", peer_name=peer, limit=limit, goal=1.0, note=notes[mine],
+                        label, unit, found[mine], found[peer], better="lower", peer_name=peer, limit=limit,
+                        goal=1.0, note=notes[mine],
                     )
                 )  # fmt: skip
     return rows

@@ -205,7 +205,7 @@ class _Work:
     """What the forward pass makes of chunks and states."""
 
     decays: Tensor  # [Hv, T] float32, log decays summed up within chunks
-    solved: Tensor | None  # [T, Hv, 64]: T, the inverse
+    solved: Tensor  # [T, Hv, 64]: T, the inverse
     w: Tensor  # [T, Hv, Dk]
     u: Tensor  # [T, Hv, Dv]
     before: Tensor  # [N, Hv, Dk, Dv]: the states before chunks
@@ -229,7 +229,7 @@ class _Rule(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         backward = any(ctx.needs_input_grad)
         rows = _Rows.build(channels, heads, log_decay, beta, normalize)
-        work = _forward(rows, initial, blocks, want_ends, plan, solved=backward and plan.keep)
+        work = _forward(rows, initial, blocks, want_ends, plan)
         out = _outputs(rows, work, blocks, plan)
         if backward:
             kept = [work.decays, work.solved, work.w, work.u, work.before, work.new] if plan.keep else []
@@ -247,7 +247,7 @@ class _Rule(torch.autograd.Function):
             names = ("decays", "solved", "w", "u", "before", "new")
             work = _Work(**dict(zip(names, ctx.saved_tensors[8:], strict=True)), ends=None)
         else:
-            work = _forward(rows, initial, blocks, False, plan, solved=True)
+            work = _forward(rows, initial, blocks, False, plan)
         grad = torch.zeros_like(work.new) if grad is None else grad.contiguous()
         channels = 2 * heads.key_heads * heads.key_dim + heads.value_heads * heads.value_dim
         out = torch.empty(len(rows.v), channels, dtype=rows.v.dtype, device=rows.v.device)
@@ -293,9 +293,7 @@ class _Rows:
         return self.q, self.k, self.q_inverse, self.k_inverse, self.v, self.log_decay, self.beta
 
 
-def _forward(
-    rows: _Rows, initial: Tensor | None, blocks: Blocks, want_ends: bool, plan: Plan, *, solved: bool
-) -> _Work:
+def _forward(rows: _Rows, initial: Tensor | None, blocks: Blocks, want_ends: bool, plan: Plan) -> _Work:
     from lightrl.kernels import delta_triton
 
     z = rows.sizes
@@ -309,7 +307,7 @@ def _forward(
         slots, count = blocks.everyone, blocks.num_segments
     work = _Work(
         decays=empty(z.heads, z.rows, dtype=torch.float32),
-        solved=empty(z.rows, z.heads, CHUNK) if solved else None,
+        solved=empty(z.rows, z.heads, CHUNK),
         w=empty(z.rows, z.heads, z.key_dim),
         u=empty(z.rows, z.heads, z.value_dim),
         before=empty(blocks.num_chunks, z.heads, z.key_dim, z.value_dim),
@@ -319,7 +317,7 @@ def _forward(
     delta_triton.prepare[(z.heads, blocks.num_chunks)](
         rows.k, rows.v, rows.log_decay, rows.beta, blocks.starts, blocks.sizes,
         work.decays, work.solved, work.w, work.u, z.rows, rows.v.stride(0),
-        **z.common, HK=z.key_heads, HALF=CHUNK // 2, SOLVED=solved, **plan.prepare.options(),
+        **z.common, HK=z.key_heads, HALF=CHUNK // 2, **plan.prepare.options(),
     )  # fmt: skip
     columns = plan.states.columns
     columns = min(columns or z.value_dim, z.value_dim)

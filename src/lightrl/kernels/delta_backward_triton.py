@@ -13,8 +13,8 @@ are made in one program, those over rows are too, and nothing is added atomicall
 Tiles are loaded where they are used and again where they are used again: held, they would take more registers than
 there are. Products of 64 rows are for four warps: with eight Triton computes some of them twice.
 
-Of the decays c: a product scaled by e^(c_i - c_j) adds itself times its gradient to that of c_i and takes it from c_j's.
-The diagonals of P and L have none. Steps' log decays get the sums of these from their row to the chunk's end.
+Of the decays c: a product scaled by e^(c_i - c_j) adds itself times its gradient to that of c_i and takes it from that
+of c_j. The diagonals of P and L have none. Steps' log decays get the sums of these from their row to the chunk's end.
 """
 
 # Kernels are written in Triton's language, not in Python's types.

@@ -27,7 +27,7 @@ _ROWS = 32
 
 
 def unit(x: Tensor, out: Tensor, inverse: Tensor | None, scale: float) -> None:
-    """x [T, H, D], heads side by side: out = `scale` x, and over its length, if `inverse` [T, H] is to hold 1 / length."""
+    """x [T, H, D], heads side by side: out = `scale` x, over its length if `inverse` [T, H] is to hold 1 / length."""
     rows, heads, width = x.shape
     grid = (heads, triton.cdiv(rows, _ROWS))
     _unit[grid](x, out, inverse, rows, x.stride(0), scale, H=heads, D=width, NORM=inverse is not None, ROWS=_ROWS)
@@ -115,7 +115,7 @@ def _put_product(
 def prepare(
     k, v, log_decay, beta, starts, sizes, decays, solved, w, u, num_rows, stride_v,
     H: tl.constexpr, HK: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, HALF: tl.constexpr,
-    SOLVED: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A chunk of a head, by halves of 32 rows: T = [[A, 0], [-C B A, C]] with A and C inverses, B the corner of L."""
     head, chunk = tl.program_id(0), tl.program_id(1)
@@ -142,12 +142,11 @@ def prepare(
     l_22 *= tl.exp(tl.where(below, c_2[:, None] - c_2[None, :], float("-inf")))
     t_11, t_22 = _inverse(l_11, HALF, PRECISION), _inverse(l_22, HALF, PRECISION)
     t_21 = -tl.dot(tl.dot(t_22, l_21, input_precision=PRECISION), t_11, input_precision=PRECISION)
-    if SOLVED:
-        solved += head * (2 * HALF)
-        put_rows(solved, t_11, row, H * 2 * HALF, size, 0, HALF, HALF)
-        put_rows(solved + HALF, tl.zeros((HALF, HALF), tl.float32), row, H * 2 * HALF, size, 0, HALF, HALF)
-        put_rows(solved, t_21, row, H * 2 * HALF, size, HALF, HALF, HALF)
-        put_rows(solved + HALF, t_22, row, H * 2 * HALF, size, HALF, HALF, HALF)
+    solved += head * (2 * HALF)
+    put_rows(solved, t_11, row, H * 2 * HALF, size, 0, HALF, HALF)
+    put_rows(solved + HALF, tl.zeros((HALF, HALF), tl.float32), row, H * 2 * HALF, size, 0, HALF, HALF)
+    put_rows(solved, t_21, row, H * 2 * HALF, size, HALF, HALF, HALF)
+    put_rows(solved + HALF, t_22, row, H * 2 * HALF, size, HALF, HALF, HALF)
     k_1, k_2 = _halves(k + (head // (H // HK)) * KD, row, HK * KD, size, HALF, KD)  # held, they would not fit registers
     x_1 = k_1.to(tl.float32) * (b_1 * tl.exp(c_1))[:, None]
     x_2 = k_2.to(tl.float32) * (b_2 * tl.exp(c_2))[:, None]
