@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import torch
 from torch import Tensor
+
+NOT_RECORDED = {torch.uint8: 255, torch.int16: -1}
+"""In the place of experts' numbers that are not known, by the dtype of a routing record."""
 
 
 class Status(StrEnum):
@@ -68,6 +72,9 @@ class Sample:
     them (`correction.score_centering_top_k`)."""
     rollout_top_logprobs: list[list[float]] | None = None
     """… and their log-probs."""
+    rollout_routing: Tensor | None = None
+    """The experts that the engine's routers chose for each token but the last, prompt included: [tokens - 1, L, k] of
+    the L layers with a router, uint8 or int16; only with `correction.routing_replay = "rollout"`."""
     policy_versions: list[int] = field(default_factory=list)
     """Policy versions that produced tokens of this response, oldest first."""
     status: Status = Status.COMPLETED
@@ -107,6 +114,22 @@ class SampleGroup:
 
 
 @dataclass(kw_only=True)
+class RoutingRecord:
+    """The experts chosen for the rows of a microbatch, which forwards of the policy choose again (routing replay)."""
+
+    experts: Tensor  # [T, L, k] uint8 or int16, of L layers with a router; NOT_RECORDED where none are known
+    due: int = 1
+    """Forwards that have yet to use it."""
+
+    def take(self) -> Tensor:
+        """The experts, for one forward. RuntimeError for one too many."""
+        if self.due < 1:
+            raise RuntimeError("a routing record is used once more than it belongs")
+        self.due -= 1
+        return self.experts
+
+
+@dataclass(kw_only=True)
 class Microbatch:
     """Packed samples for one forward. A prompt shared by several samples may be packed once (`kv_index`).
 
@@ -137,6 +160,7 @@ class Microbatch:
     rollout_logprobs: Tensor | None = None  # [N] float32
     rollout_top_ids: Tensor | None = None  # [N, k] int64
     rollout_top_logprobs: Tensor | None = None  # [N, k] float32
+    routing: RoutingRecord | None = None
     old_logprobs: Tensor | None = None  # [N] float32
     ref_logprobs: Tensor | None = None  # [N] float32
     values: Tensor | None = None  # [N] float32, the critic's, before the step's updates

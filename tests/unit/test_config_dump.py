@@ -146,6 +146,7 @@ FULL = Config(
         rs_upper_bound=1.01,
         rs_veto_threshold=1e-4,
         opsm_delta=0.5,
+        routing_replay="trainer",
     ),
     sft=SFTConfig(batch_size=3, epochs=1.5, train_on="last", max_tokens=7, end_of_turn="<|user|>"),
     optim=OptimConfig(

@@ -39,8 +39,8 @@ RULES = {
     "algorithms": "torch lightrl.types lightrl.kernels |",
     "training.packing": "torch lightrl.types lightrl.training.balance |",
     "training.balance": "torch |",
-    "models": "torch transformers safetensors huggingface_hub numpy lightrl.errors lightrl.wrappers lightrl.kernels | "
-    "fla filelock gguf tokenizers lightrl.data.tasks lightrl.types",
+    "models": "torch transformers safetensors huggingface_hub numpy lightrl.errors lightrl.types lightrl.wrappers "
+    "lightrl.kernels | fla filelock gguf tokenizers lightrl.data.tasks",
     "distributed": f"torch {SECTION} lightrl.wrappers |",
     "sync": f"torch safetensors {SECTION} lightrl.engine.base lightrl.distributed |",
     "observe": f"torch rich {SECTION} | matplotlib wandb",

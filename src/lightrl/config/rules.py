@@ -223,7 +223,7 @@ def of_corrections(config: Config) -> Problems:
         problems += _of_bounds("tis", c.tis_lower_bound, *c.tis_bounds)
     if c.use_rs:
         problems += _of_bounds("rs", c.rs_lower_bound, *c.rs_bounds)
-    problems += _of_score_centering(config)
+    problems += _of_score_centering(config) + _of_routing_replay(config)
     if c.use_rollout_logprobs and c.use_tis:
         if config.algorithm.loss in LOSSES and LOSSES[config.algorithm.loss].has_ratio:
             text = (
@@ -269,6 +269,28 @@ def _of_score_centering(config: Config) -> Problems:
         name = "top_p" if config.rollout.top_p < 1 else "top_k"
         problems.append((key, f"wants the engine's whole distribution, which rollout.{name} cuts: remove it"))
     return problems
+
+
+def _of_routing_replay(config: Config) -> Problems:
+    """A record must be made before what it is for, and of the tokens that it is for."""
+    c, key = config.correction, "correction.routing_replay"
+    if c.routing_replay == "trainer":
+        if config.algorithm.minibatches_per_step == 1:
+            text = (
+                "'trainer' replays in a step's updates what was chosen before them, and with "
+                "algorithm.minibatches_per_step = 1 nothing is: raise that, choose 'rollout', or drop this"
+            )
+            return [(key, text)]
+        if c.use_rollout_logprobs:
+            text = "'trainer' records in the pass that correction.use_rollout_logprobs saves: choose 'rollout'"
+            return [(key, f"{text}, or drop one of the two")]
+    if c.routing_replay == "rollout" and config.engine.kind == "sglang":
+        if config.run.device == "cpu":
+            return [(key, "SGLang records routing on GPUs only: choose engine.kind = 'transformers', or drop this")]
+        if config.engine.args.get("enable_hierarchical_cache"):
+            text = "keeps no record of the prefixes that it brings back: drop it"
+            return [("engine.args", f"enable_hierarchical_cache: with {key} = 'rollout' SGLang {text}")]
+    return []
 
 
 _SWITCHED = {

@@ -15,6 +15,7 @@ from lightrl.errors import UserError
 from lightrl.kernels.logprob import linear_logits
 from lightrl.models import gated_delta
 from lightrl.models.registry import is_own_code, patch_layers
+from lightrl.models.routing import RoutingShape, routers
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -34,6 +35,8 @@ class HostedModel:
         self.loaded = False
         self._owned = False
         self.module = _build(config, device, dtype, trust_remote_code)
+        self.routers = routers(self.module)
+        self.routing_shape = RoutingShape.of(self.module, int(config.get_text_config().num_hidden_layers))
         # Tied weights have several names for one tensor: all are known, one is enough.
         by_tensor: dict[int, list[str]] = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():

@@ -65,6 +65,11 @@ def _settings(info: dict[str, Any], model: Model, broadcast: bool) -> str | None
         return text + "; of a quantised checkpoint with --json-model-override-args '{\"quantization_config\": null}'"
     if info.get("incremental_streaming_output"):
         return "it sends answers in pieces: start it without --incremental-streaming-output"
+    if model.routing is not None:
+        if not info.get("enable_return_routed_experts"):
+            return "it returns no routing (correction.routing_replay): start it with --enable-return-routed-experts"
+        if info.get("enable_hierarchical_cache"):
+            return "it keeps no routing of prefixes that it brings back: start it without --enable-hierarchical-cache"
     if broadcast and int(info.get("dp_size") or 1) > 1 and not info.get("enable_dp_attention"):
         return "sync.transport = 'nccl' needs servers with --dp-size 1: list each under its own URL, or use 'disk'"
     if broadcast and int(info.get("pp_size") or 1) > 1:

@@ -106,6 +106,11 @@ class SGLangServers:
                 shard_bytes=sync.bucket_mib << 20,
                 timeout=sync.timeout,
             )
+        if device.type == "cuda" and "NCCL_CUMEM_ENABLE" not in os.environ:
+            raise UserError(
+                "sync.transport = 'nccl': NCCL was started otherwise than in SGLang's servers: make the process group "
+                "with init_world(…, broadcasts_to_servers=True), or set NCCL_CUMEM_ENABLE=0 before"
+            )
         return BroadcastSync(
             self._servers,
             layout,
@@ -195,6 +200,8 @@ class SGLangServers:
         }
         if sampling.top_logprobs:
             body["top_logprobs_num"] = sampling.top_logprobs
+        if sampling.return_routing:
+            body["return_routed_experts"] = True
         if truncated:  # plain log-probs are of the whole distribution
             body["return_sampling_mask"] = True
         timeout = self._config.request_timeout

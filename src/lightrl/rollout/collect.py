@@ -159,6 +159,7 @@ def _sample(
         rollout_logprobs=completion.logprobs,
         rollout_top_ids=completion.top_ids or None,
         rollout_top_logprobs=completion.top_logprobs or None,
+        rollout_routing=completion.routing,
         policy_versions=completion.policy_versions,
         status=completion.status,
     )

@@ -24,6 +24,7 @@ from lightrl.models.attention import Segments
 from lightrl.models.context_parallel import SharedSegments
 from lightrl.models.names import StoredTensors, kept_names
 from lightrl.models.quantized import without_quantization
+from lightrl.models.routing import Routing, RoutingShape, routed, routers
 from lightrl.types import Microbatch
 
 
@@ -127,7 +128,7 @@ class Policy:
         """The Hugging Face causal LM."""
         return self.module.model
 
-    def __call__(self, batch: Microbatch, temperature: float) -> tuple[Tensor, ...]:
+    def __call__(self, batch: Microbatch, temperature: float, routing: Routing | None = None) -> tuple[Tensor, ...]:
         """Log-probs and entropies [N], with gradients where enabled, and where the microbatch has likeliest tokens of
         the engine their log-probs [N, k]. Every rank must call it as often."""
         segments: Segments | SharedSegments | None = None
@@ -135,12 +136,23 @@ class Policy:
             segments = whole = Segments.from_microbatch(batch, self.device)
             if self.context_group is not None:
                 segments = SharedSegments(whole, self.context_group)
-        return self.module(to_device(batch, self.device), segments, temperature)
+        with routed(self._routers, routing):
+            found: tuple[Tensor, ...] = self.module(to_device(batch, self.device), segments, temperature)
+        return found
 
     @torch.no_grad()
-    def logprobs(self, batch: Microbatch, temperature: float) -> Tensor:
+    def logprobs(self, batch: Microbatch, temperature: float, routing: Routing | None = None) -> Tensor:
         """[N] float32 on the host."""
-        return self(replace(batch, rollout_top_ids=None), temperature)[0].cpu()
+        return self(replace(batch, rollout_top_ids=None), temperature, routing)[0].cpu()
+
+    @cached_property
+    def _routers(self) -> list[nn.Module]:
+        return routers(self.model)
+
+    @cached_property
+    def routing_shape(self) -> RoutingShape | None:
+        """What there is to choose for routers; None where none are known."""
+        return RoutingShape.of(self.model, int(self.hf_config.get_text_config().num_hidden_layers))
 
     def lend(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights in compute precision under their Hugging Face names, valid until `reclaim`. A collective."""

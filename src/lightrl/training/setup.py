@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from lightrl.config.load import model_fault
 from lightrl.config.rundir import newest_state, run_dir_fault
-from lightrl.config.schema import Config, EngineConfig, ParallelConfig, RunConfig, SyncConfig
+from lightrl.config.schema import Config, CorrectionConfig, EngineConfig, ParallelConfig, RunConfig, SyncConfig
 from lightrl.data import PromptSource
 from lightrl.data.conversations import Conversation
 from lightrl.distributed.mesh import World, consecutive_group
@@ -29,6 +29,9 @@ from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.critic import Critic, critic_model
 from lightrl.training.policy import Policy
 from lightrl.types import Prompt
+
+if TYPE_CHECKING:
+    from lightrl.engine import sglang_requests
 
 _BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations
 UNKNOWN_CONTEXT = 1 << 20  # tokens, for a model whose config states no limit
@@ -141,6 +144,13 @@ def check_parallel(config: ParallelConfig, hf_config: Any, model: str, *, needs_
         raise UserError(f"parallel.context_parallel: {ranks} ranks cannot share rows of {model}: {reason}")
 
 
+def check_replay(config: CorrectionConfig, hf_config: Any, model: str) -> None:
+    """UserError for a model without a choice of experts that could be replayed; `model` names it."""
+    if config.routing_replay != "none" and not num_experts(hf_config):
+        kind = f"{model} ({hf_config.model_type})"
+        raise UserError(f"correction.routing_replay: {kind} has no experts that LightRL packs: set it to 'none'")
+
+
 def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
     """UserError for a reference or a critic without the policy's tokens: it could say nothing of them."""
     paths = [("model.reference_path", "reference", config.model.reference_path if config.algorithm.kl_coef else None)]
@@ -197,8 +207,10 @@ def build_engine(
     run_dir: Path = Path("."),
     seed: int = 0,
     state: TrainingState | None = None,
+    return_routing: bool = False,
 ) -> Engine:
-    """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`.
+    """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`, and to know
+    at its start whether it will be asked to `return_routing`.
 
     The training `state` leaves the GPU while an engine starts on it, where it would not find its share of the memory;
     afterwards the engine's memory is released.
@@ -209,9 +221,8 @@ def build_engine(
             state = None  # it is not on these GPUs
         if state is not None:
             make_room(config, policy, state)
-        engine = _build_sglang(
-            config, sync or SyncConfig(), policy, tokenizer, context_length, trust_remote_code, world, run_dir, seed
-        )
+        model = _sglang_model(policy, tokenizer, context_length, trust_remote_code, return_routing)
+        engine = _build_sglang(config, sync or SyncConfig(), policy, model, world, run_dir, seed)
         if state is not None:
             try:
                 engine.offload()
@@ -247,22 +258,13 @@ def make_room(config: EngineConfig, policy: Policy, state: TrainingState) -> Non
     state.make_room(int((config.memory_fraction + _BESIDE) * total))
 
 
-def _build_sglang(
-    config: EngineConfig,
-    sync: SyncConfig,
-    policy: Policy,
-    tokenizer: Any,
-    context_length: int,
-    trust_remote_code: bool,
-    world: World,
-    run_dir: Path,
-    seed: int,
-) -> Engine:
-    from lightrl.engine.sglang import Model, SGLangEngine
-    from lightrl.engine.sglang_server import SGLangServers
+def _sglang_model(
+    policy: Policy, tokenizer: Any, context_length: int, trust_remote_code: bool, return_routing: bool
+) -> sglang_requests.Model:
+    from lightrl.engine.sglang_requests import Model
 
     text_config = policy.hf_config.get_text_config()
-    model = Model(
+    return Model(
         path=policy.source,
         layout=policy.stream().layout(),
         eos_token_ids=load.eos_token_ids(str(policy.source), policy.hf_config, tokenizer),
@@ -271,7 +273,22 @@ def _build_sglang(
         context_length=min(context_length, int(text_config.max_position_embeddings)),
         vocab_size=int(text_config.vocab_size),
         trust_remote_code=trust_remote_code,
+        routing=policy.routing_shape if return_routing else None,
     )
+
+
+def _build_sglang(
+    config: EngineConfig,
+    sync: SyncConfig,
+    policy: Policy,
+    model: sglang_requests.Model,
+    world: World,
+    run_dir: Path,
+    seed: int,
+) -> Engine:
+    from lightrl.engine.sglang import SGLangEngine
+    from lightrl.engine.sglang_server import SGLangServers
+
     if config.kind == "sglang_server":
         folder = run_dir / "sync" if sync.folder is None else Path(sync.folder)
         return SGLangServers(model, config, sync, device=policy.device, ranks=world, folder=folder)

@@ -33,7 +33,7 @@ from lightrl.rollout.filters import load_filter
 from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
 from lightrl.sync.weights import release_engine, sync_weights
-from lightrl.training import run_folder, setup
+from lightrl.training import replay, run_folder, setup
 from lightrl.training.advantage import Advantages, finish_advantages, overlong_metrics, set_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
@@ -66,6 +66,7 @@ class Trainer:
             parallel.timeout,
             parallel.expert_parallel,
             parallel.context_parallel,
+            broadcasts_to_servers=config.engine.kind == "sglang_server" and config.sync.transport == "nccl",
         )
         self.console = Console(config.log, enabled=self.world.is_main)
         self.run_dir = Path(config.run.dir).expanduser()
@@ -92,6 +93,7 @@ class Trainer:
             model.path, model.revision, model.tokenizer, model.trust_remote_code
         )
         setup.check_parallel(config.parallel, hf_config, f"model.path = {model.path}")
+        setup.check_replay(config.correction, hf_config, f"model.path = {model.path}")
         self.context_length = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT
         self.prompts = load_prompts(
             config.data,
@@ -120,6 +122,7 @@ class Trainer:
             stop=tuple(config.rollout.stop),
             stop_token_ids=tuple(config.rollout.stop_token_ids),
             top_logprobs=config.correction.score_centering_top_k,
+            return_routing=config.correction.routing_replay == "rollout",
         )
 
     def _load_model(self) -> None:
@@ -127,6 +130,7 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         set_deterministic(config.run.deterministic)
         self.policy = Policy.load(config.model, self.world)
+        replay.check_policy(config.correction, self.policy)
         self.reference = setup.load_reference(config, self.world)
         self.critic = Critic.build(config, self.world)
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
@@ -144,6 +148,7 @@ class Trainer:
             run_dir=self.run_dir,
             seed=setup.engine_seed(config.run),
             state=self.state,
+            return_routing=self.sampling.return_routing,
         )
         self._held.callback(end, lambda: self.engine.close())
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
@@ -310,6 +315,8 @@ class Trainer:
         """This rank's microbatches of every update of the step."""
         config, algorithm = self.config, self.config.algorithm
         samples = [TrainSample.from_sample(s) for g in groups for s in g.scored]
+        if self.sampling.return_routing:
+            replay.check_samples(samples, self.policy.routing_shape)
         models = [m.module for m in (self.policy, self.reference, self.critic) if m is not None]
         return build_minibatches(
             samples,
@@ -329,12 +336,12 @@ class Trainer:
         A single update is made on the very weights that sampled, so its old log-probs are the present ones and no pass
         is spent on them.
         """
-        temperature = self.sampling.temperature
+        temperature, correction = self.sampling.temperature, self.config.correction
         kl_in_reward = self.reference is not None and self.config.algorithm.kl_in == "reward"
         old = kl_in_reward or self.objective.needs_old_logprobs(len(batch))
         for microbatch in (m for minibatch in batch for m in minibatch):
             if old:
-                microbatch.old_logprobs = self.policy.logprobs(microbatch, temperature)
+                microbatch.old_logprobs = replay.old_logprobs(self.policy, microbatch, temperature, correction, tally)
                 mismatch_metrics(microbatch, microbatch.old_logprobs, tally)
             if self.reference is not None:
                 microbatch.ref_logprobs = self.reference.logprobs(microbatch, temperature)

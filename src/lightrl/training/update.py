@@ -16,6 +16,7 @@ from lightrl.observe.metrics import Tally
 from lightrl.training.objective import Correction, Objective, center, correct, samples_of
 from lightrl.training.optim import optimizer_step
 from lightrl.training.policy import Policy, to_device
+from lightrl.training.replay import check_used, replay_of, update_metrics
 from lightrl.types import Microbatch
 
 
@@ -39,17 +40,21 @@ def update(
     tally: Tally,
 ) -> UpdateResult:
     """Add up gradients over microbatches and step once. Ranks reduce only in the last backward."""
-    lr = float(optimizer.param_groups[0]["lr"])
+    lr, correction = float(optimizer.param_groups[0]["lr"]), objective.correction
     records = []
     for i, batch in enumerate(minibatch):
         set_gradient_sync(policy.module, i == len(minibatch) - 1)
-        logprobs, entropy, *top = policy(batch, temperature)
+        replay = replay_of(batch, correction, policy.device)
+        logprobs, entropy, *top = policy(batch, temperature, replay)
         loss, record = _loss(logprobs, entropy, to_device(batch, policy.device), objective, *top)
         loss.backward()
-        records.append(record)
+        records.append((record, replay))
+        check_used(batch)
     norm, stepped = optimizer_step(optimizer, schedule, policy.parameters(), max_grad_norm)
-    for record in records:  # reads numbers off the device, which would otherwise wait for the host in between
+    for record, replay in records:  # reads numbers off the device, which would otherwise wait for the host in between
         record.write(tally)
+        if replay is not None and record.batch.sample_keys:
+            update_metrics(replay, record.batch, correction, tally)
     return UpdateResult(grad_norm=norm, stepped=stepped, lr=lr)
 
 
