@@ -237,10 +237,16 @@ def last_gradients(
         c = sums(decays + head.to(tl.int64) * num_rows, row, size, CHUNK)
         d_c = tl.load(d_decays + head.to(tl.int64) * num_rows + row + i, mask=inside, other=0.0)
         b = tl.load(beta + (row + i) * H + head, mask=inside, other=0.0).to(tl.float32)
-        b_y = rows_of(y + head * VD, row, H * VD, size, 0, CHUNK, VD)
-        put_rows(dv + head * VD, b_y.to(tl.float32) * b[:, None], row, stride_dv, size, 0, CHUNK, VD)
+        b_x = rows_of(x + head * KD, row, H * KD, size, 0, CHUNK, KD).to(tl.float32) * tl.exp(c)[:, None]
+        b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD)
+        d_b = tl.sum(b_x * b_k.to(tl.float32), axis=1)
+        d_c += d_b * b
+        total += b_x * b[:, None]
+        b_y = rows_of(y + head * VD, row, H * VD, size, 0, CHUNK, VD).to(tl.float32)
         b_v = rows_of(v + head * VD, row, stride_v, size, 0, CHUNK, VD)
-        d_b = tl.sum(b_y.to(tl.float32) * b_v.to(tl.float32), axis=1)
+        d_b += tl.sum(b_y * b_v.to(tl.float32), axis=1)
+        put_rows(dv + head * VD, b_y * b[:, None], row, stride_dv, size, 0, CHUNK, VD)
+        b_y = rows_of(y + head * VD, row, H * VD, size, 0, CHUNK, VD)
         b_u = rows_of(u + head * VD, row, H * VD, size, 0, CHUNK, VD)
         d_l = tl.dot(b_y, tl.trans(b_u), input_precision=PRECISION)
         d_m = tl.dot(b_u, tl.trans(b_y), input_precision=PRECISION)  # the transposed of d_l
@@ -248,23 +254,18 @@ def last_gradients(
         b_w = rows_of(w + head * KD, row, H * KD, size, 0, CHUNK, KD)
         d_l += tl.dot(b_x, tl.trans(b_w), input_precision=PRECISION)
         d_m += tl.dot(b_w, tl.trans(b_x), input_precision=PRECISION)
-        d_l *= -_decay(c, CHUNK, 1)
         d_m *= -_decay_turned(c, CHUNK, 1) * b[None, :]
         b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD)
         total += tl.dot(d_m.to(b_k.dtype), b_k, input_precision=PRECISION)
+        d_l *= -_decay(c, CHUNK, 1)
         shares = d_l * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
         d_b += tl.sum(shares, axis=1)
         shares *= b[:, None]
         d_c += tl.sum(shares, axis=1) - tl.sum(shares, axis=0)
         total += tl.dot((d_l * b[:, None]).to(b_k.dtype), b_k, input_precision=PRECISION)
-        b_x = rows_of(x + head * KD, row, H * KD, size, 0, CHUNK, KD)
-        b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD)
-        scaled = b_x.to(tl.float32) * tl.exp(c)[:, None]
-        along = tl.sum(scaled * b_k.to(tl.float32), axis=1)
-        total += scaled * b[:, None]
-        d_g = tl.cumsum(d_c + along * b, axis=0, reverse=True)
+        d_g = tl.cumsum(d_c, axis=0, reverse=True)
         tl.store(d_log_decay + (row + i) * H + head, d_g.to(d_log_decay.dtype.element_ty), mask=inside)
-        tl.store(d_beta + (row + i) * H + head, (d_b + along).to(d_beta.dtype.element_ty), mask=inside)
+        tl.store(d_beta + (row + i) * H + head, d_b.to(d_beta.dtype.element_ty), mask=inside)
     total += rows_of(dk_part + key * KD, row, HK * KD, size, 0, CHUNK, KD)
     b_k = rows_of(k + key * KD, row, HK * KD, size, 0, CHUNK, KD)
     d = _normed_gradient(total, b_k.to(tl.float32), inverse, (row + i) * HK + key, inside, 1.0, NORM)
