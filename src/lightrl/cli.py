@@ -125,6 +125,9 @@ def export(
         Literal["auto", "bfloat16", "float32"], typer.Option(help="Of the weights; auto: as in the starting model.")
     ] = "auto",
     critic: Annotated[bool, typer.Option("--critic", help="Export the critic, not the policy.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Export LoRA adapters alone, in peft's format, not merged.")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder."""
     source = run or checkpoint
@@ -133,7 +136,7 @@ def export(
     _must_be_folder(source, "export")
     from lightrl.training.export_cli import export_run
 
-    export_run(source, out, dtype, critic=critic)
+    export_run(source, out, dtype, critic=critic, adapter=adapter)
     print(f"wrote {out}")
 
 

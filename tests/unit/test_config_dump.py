@@ -25,6 +25,7 @@ from lightrl.config.schema import (
     EvalConfig,
     EvalSetConfig,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -62,6 +63,7 @@ FULL = Config(
         reference_path="ref",
         trust_remote_code=True,
     ),
+    lora=LoraConfig(rank=4, alpha=2.5, use_rslora=True, dropout=0.5, target_modules=["q_proj", "é"], sync="merged"),
     data=DataConfig(
         path=["a.jsonl@[1:2]", "b"],
         split="test",

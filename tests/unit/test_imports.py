@@ -40,13 +40,13 @@ RULES = {
     "training.packing": "torch lightrl.types lightrl.training.balance |",
     "training.balance": "torch |",
     "models": "torch transformers safetensors huggingface_hub numpy lightrl.errors lightrl.types lightrl.wrappers "
-    "lightrl.kernels | fla filelock gguf tokenizers lightrl.data.tasks",
+    "lightrl.kernels | fla filelock gguf peft tokenizers lightrl.data.tasks",
     "distributed": f"torch {SECTION} lightrl.wrappers |",
     "sync": f"torch safetensors {SECTION} lightrl.engine.base lightrl.distributed |",
     "observe": f"torch rich {SECTION} | matplotlib wandb",
     "data": f"numpy {SECTION} lightrl.hooks | datasets pyarrow transformers",
     "rewards": f"{SECTION} lightrl.hooks | math_verify torch",
-    "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models |",
+    "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models lightrl.wrappers |",
     "engine.sglang": f"torch {SECTION} lightrl.distributed.waiting lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_host": "lightrl.errors lightrl.engine.sglang_answers lightrl.engine.sglang_arguments "

@@ -18,6 +18,8 @@ from lightrl.config import rules
 from lightrl.config.correction import CorrectionConfig as CorrectionConfig
 from lightrl.config.estimators import Estimator, estimator
 from lightrl.config.kinds import STRICT, Code, Count, Fraction, NonNegative, PositiveFloat, PositiveInt, Seconds
+from lightrl.config.lora import LoraConfig as LoraConfig
+from lightrl.config.lora import lora_problems
 from lightrl.config.sft import SFTConfig as SFTConfig
 
 
@@ -469,6 +471,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -505,7 +508,7 @@ class Config:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
         problems += rules.of_advantages(self) + rules.of_critics(self) + rules.of_shared_rows(self)
-        problems += rules.of_losses(self) + rules.of_corrections(self)
+        problems += rules.of_losses(self) + rules.of_corrections(self) + lora_problems(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems

@@ -22,6 +22,7 @@ from lightrl.engine.batch import Decode, Job, Row, Slots
 from lightrl.engine.hosted_model import HostedModel
 from lightrl.engine.kv_cache import KVCache, Segment, plan_spans
 from lightrl.engine.sampling import check_request, likeliest, sample
+from lightrl.models import lora
 from lightrl.models.routing import Recorder, routed
 from lightrl.types import Status
 
@@ -33,7 +34,8 @@ class TransformersEngine:
 
     `model_config` is the configuration of a Hugging Face causal LM; weights come by `load_weights` only. `decode` (a
     tokenizer, or a function from ids to text) is needed for stop strings only. `dtype` is that of copied weights; lent
-    ones are used as they are. Raises UserError for a model type it cannot run.
+    ones are used as they are. With `adapters`, weights and adapters come apart. Raises UserError for a model type it
+    cannot run.
     """
 
     def __init__(
@@ -48,12 +50,13 @@ class TransformersEngine:
         max_prefill_tokens: int = 8192,
         context_length: int | None = None,
         trust_remote_code: bool = False,
+        adapters: lora.Settings | None = None,
     ) -> None:
         self.policy_version = -1
         self.device = torch.device(device)
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
-        self._model = HostedModel(model_config, self.device, dtype, trust_remote_code)
+        self._model = HostedModel(model_config, self.device, dtype, trust_remote_code, adapters)
         text_config = model_config.get_text_config()
         self.context_length = context_length or int(text_config.max_position_embeddings)
         self._vocab_size = int(text_config.vocab_size)

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from lightrl.config.schema import ModelConfig
+from lightrl.config.schema import LoraConfig, ModelConfig
 from lightrl.distributed import fsdp
 from lightrl.distributed.mesh import World
 from lightrl.errors import UserError
 from lightrl.kernels.logits_at import logits_at
 from lightrl.kernels.logprob import linear_logprobs
-from lightrl.models import experts, gated_delta, load, recompute, registry
+from lightrl.models import experts, gated_delta, load, lora, recompute, registry
 from lightrl.models.attention import Segments
 from lightrl.models.context_parallel import SharedSegments
-from lightrl.models.names import StoredTensors, kept_names
+from lightrl.models.names import Groups, StoredTensors, adapter_tensors, kept_names
 from lightrl.models.quantized import without_quantization
 from lightrl.models.routing import Routing, RoutingShape, routed, routers
 from lightrl.types import Microbatch
@@ -89,26 +89,51 @@ class Policy:
     device: torch.device
     context_group: Any = None
     """Ranks that share the rows of each microbatch; None: all rows are here."""
+    adapters: LoraConfig | None = None
+    """What is trained in place of the weights, which are then frozen; None: all weights are."""
 
     @classmethod
-    def load(cls, config: ModelConfig, world: World, *, frozen: bool = False) -> Policy:
-        """Stream `config.path` into shards; `frozen` (a reference) keeps compute precision and no gradients."""
+    def load(
+        cls,
+        config: ModelConfig,
+        world: World,
+        *,
+        frozen: bool = False,
+        adapters: LoraConfig | None = None,
+        seed: int = 0,
+    ) -> Policy:
+        """Stream `config.path` into shards; `frozen` (a reference) keeps compute precision and no gradients. New
+        `adapters` are drawn with `seed`."""
         source = load.resolve_checkpoint(config.path, config.revision)
         hf_config = without_quantization(AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code))
-        policy = cls.without_weights(config, hf_config, world, source=source, frozen=frozen)
+        policy = cls.without_weights(config, hf_config, world, source=source, frozen=frozen, adapters=adapters)
         load.load_weights(policy.model, source, trust_remote_code=config.trust_remote_code)
+        lora.initialize(policy.model, seed)
         return policy
 
     @classmethod
     def without_weights(
-        cls, config: ModelConfig, hf_config: Any, world: World, *, source: Path, frozen: bool = False
+        cls,
+        config: ModelConfig,
+        hf_config: Any,
+        world: World,
+        *,
+        source: Path,
+        frozen: bool = False,
+        adapters: LoraConfig | None = None,
     ) -> Policy:
-        """Sharded, on its device, prepared for training; parameters and buffers are yet to be filled."""
+        """Sharded, on its device, prepared for training; parameters and buffers are yet to be filled.
+
+        Under `adapters` weights stay as they are stored, if that is the compute precision: nothing is added to them.
+        """
         dtype = compute_dtype(config.compute_dtype, world.device)
+        narrow = frozen or (adapters is not None and load.stored_dtype(hf_config) == dtype)
         model = load.empty_model(
-            hf_config, dtype=dtype if frozen else torch.float32, trust_remote_code=config.trust_remote_code
+            hf_config, dtype=dtype if narrow else torch.float32, trust_remote_code=config.trust_remote_code
         )
         packed, kernels = prepare_training(model, hf_config, config, world, dtype, frozen=frozen)
+        if adapters is not None:
+            lora.inject(model, adapters)
         module = PolicyModule(model, packed=packed, kernels=kernels)
         if frozen:
             module.requires_grad_(False)
@@ -121,6 +146,7 @@ class Policy:
             compute_dtype=dtype,
             device=world.device,
             context_group=world.context_group,
+            adapters=adapters,
         )
 
     @property
@@ -136,6 +162,8 @@ class Policy:
             segments = whole = Segments.from_microbatch(batch, self.device)
             if self.context_group is not None:
                 segments = SharedSegments(whole, self.context_group)
+        if self.adapters is not None and self.adapters.dropout:
+            lora.set_dropout(self.model, torch.is_grad_enabled())
         with routed(self._routers, routing):
             found: tuple[Tensor, ...] = self.module(to_device(batch, self.device), segments, temperature)
         return found
@@ -155,12 +183,16 @@ class Policy:
         return RoutingShape.of(self.model, int(self.hf_config.get_text_config().num_hidden_layers))
 
     def lend(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights in compute precision under their Hugging Face names, valid until `reclaim`. A collective."""
+        """Whole weights in compute precision under their Hugging Face names, valid until `reclaim`. A collective.
+
+        With adapters: merged, in memory of their own, or (`lora.sync`) the frozen weights and the adapters themselves.
+        """
         fsdp.unshard_all(self.module)
-        return fsdp.named_whole_tensors(self.model)
+        tensors = fsdp.named_whole_tensors(self.model)
+        return tensors if self.adapters is None or self.adapters.lent else self._merge(tensors)
 
     def stream(self) -> StoredTensors:
-        """Whole weights as the checkpoint has them, one FSDP group at a time, for an engine elsewhere.
+        """Whole weights as the checkpoint has them, adapters merged, one FSDP group at a time, for an engine elsewhere.
 
         Iterating is a collective.
         """
@@ -169,8 +201,13 @@ class Policy:
     @cached_property
     def _stored(self) -> StoredTensors:
         """Planned once: a mixture of experts has tens of thousands of names."""
-        names = kept_names(self.model)
-        return StoredTensors(self.model, fsdp.WholeTensors.of(self.module, self.model, self.compute_dtype, names))
+        names = [*kept_names(self.model), *adapter_tensors(self.model)]
+        groups: Groups = fsdp.WholeTensors.of(self.module, self.model, self.compute_dtype, names)
+        return StoredTensors(self.model, groups if self.adapters is None else lora.MergedGroups(groups, self._merge))
+
+    @property
+    def _merge(self) -> lora.Merge:
+        return lora.Merge(lora.scalings(self.model), self.compute_dtype)
 
     def reclaim(self) -> None:
         """Back to shards; what was lent is freed."""
@@ -178,6 +215,25 @@ class Policy:
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
+
+
+@dataclass(frozen=True)
+class AdaptersOff:
+    """The reference of a policy that trains adapters: the policy without them, which takes no memory."""
+
+    policy: Policy
+
+    @property
+    def module(self) -> PolicyModule:
+        return self.policy.module
+
+    def logprobs(self, batch: Microbatch, temperature: float) -> Tensor:
+        """[N] float32 on the host."""
+        with lora.switched_off(self.policy.model):
+            return self.policy.logprobs(batch, temperature)
+
+    def reclaim(self) -> None:
+        self.policy.reclaim()
 
 
 def prepare_training(

@@ -24,11 +24,12 @@ from lightrl.distributed.mesh import World, consecutive_group
 from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError, end
-from lightrl.models import load
+from lightrl.models import load, lora
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.critic import Critic, critic_model
-from lightrl.training.policy import Policy
+from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.types import Prompt
+from lightrl.wrappers import is_adapter
 
 if TYPE_CHECKING:
     from lightrl.engine import sglang_requests
@@ -52,6 +53,8 @@ def check(config: Config) -> None:
             problems.append((f"model.{key}", fault))
     if config.critic.path and (fault := model_fault(config.critic.path)) is not None:
         problems.append(("critic.path", fault))
+    if config.lora.rank and (fault := lora.missing()) is not None:
+        problems.append(("lora.rank", fault))
     if "wandb" in config.log.trackers and find_spec("wandb") is None:
         problems.append(("log.trackers", "wandb is not installed: pip install wandb, or take 'wandb' out"))
     if problems:
@@ -175,18 +178,29 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
         load.load_value_config(folder, model.trust_remote_code)
 
 
-def load_reference(config: Config, world: World) -> Policy | None:
-    """The frozen reference, when the KL has a weight."""
+def load_policy(config: Config, world: World) -> Policy:
+    """What is trained: all weights, or with `lora.rank` adapters."""
+    return Policy.load(config.model, world, adapters=config.lora if config.lora.rank else None, seed=config.run.seed)
+
+
+def load_reference(config: Config, world: World, policy: Policy) -> Policy | AdaptersOff | None:
+    """The frozen reference, when the KL has a weight; the policy itself without its adapters, if that is its start."""
     if config.algorithm.kl_coef == 0:
         return None
     model = config.model
     if model.reference_path is not None:
         model = replace(model, path=model.reference_path, revision=None)
+    elif policy.adapters is not None:
+        return AdaptersOff(policy)
     return Policy.load(model, world, frozen=True)
 
 
 def training_state(
-    config: ParallelConfig, policy: Policy, reference: Policy | None, optimizer: Any, critic: Critic | None = None
+    config: ParallelConfig,
+    policy: Policy,
+    reference: Policy | AdaptersOff | None,
+    optimizer: Any,
+    critic: Critic | None = None,
 ) -> TrainingState:
     """What may leave the GPU while engines generate: policy and critic with their optimizers, and the reference."""
     modules = nn.ModuleList(part.module for part in (policy, reference, critic) if part is not None)
@@ -243,6 +257,7 @@ def build_engine(
         max_prefill_tokens=config.max_prefill_tokens,
         context_length=context_length,
         trust_remote_code=trust_remote_code,
+        adapters=policy.adapters if policy.adapters is not None and policy.adapters.lent else None,
     )
 
 
@@ -334,7 +349,12 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
 
 def model_facts(config: Config, world: World, policy: Policy) -> dict[str, object]:
     """What is trained, and on what."""
-    parameters = sum(p.numel() for p in policy.module.parameters())
+    trained = sum(p.numel() for p in policy.parameters())
+    parameters = sum(p.numel() for name, p in policy.module.named_parameters() if not is_adapter(name))
+    adapters = {}
+    if policy.adapters is not None:
+        layers = len(lora.layers(policy.model))
+        adapters["adapters"] = f"rank {policy.adapters.rank} on {layers} layers, {trained / 1e6:,.1f}M parameters"
     return {
         "model": f"{config.model.path} ({parameters / 1e6:,.0f}M parameters, {policy.hf_config.model_type})",
         "compute": f"{policy.device.type}, {str(policy.compute_dtype).removeprefix('torch.')}, "
@@ -342,6 +362,7 @@ def model_facts(config: Config, world: World, policy: Policy) -> dict[str, objec
         f"(shard {world.mesh.size(1)} x replicate {world.mesh.size(0)}"
         + (f", experts over {world.expert_mesh['ep'].size()}" if world.expert_mesh is not None else "")
         + (f", rows over {world.context_parallel})" if world.context_parallel > 1 else ")"),
+        **adapters,
     }
 
 

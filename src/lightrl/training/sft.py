@@ -36,7 +36,7 @@ from lightrl.training.checkpoint import Checkpointer
 from lightrl.training.evaluate import set_data
 from lightrl.training.optim import apply_settings, build_optimizer, build_schedule, optimizer_step
 from lightrl.training.packing import TrainSample
-from lightrl.training.policy import Policy, to_device
+from lightrl.training.policy import to_device
 from lightrl.types import Microbatch
 
 _OF_RL = ("reward", "rollout", "engine", "sync", "algorithm", "correction", "critic", "critic_optim")
@@ -95,7 +95,7 @@ class SFTTrainer:
         config = self.config
         torch.manual_seed(config.run.seed)
         set_deterministic(config.run.deterministic)
-        self.policy = Policy.load(config.model, self.world)
+        self.policy = setup.load_policy(config, self.world)
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule()
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
@@ -232,7 +232,7 @@ class SFTTrainer:
                 if step == total or (config.checkpoint.every and step % config.checkpoint.every == 0):
                     self._save(checkpointer, metrics)
                 if config.checkpoint.hf_every and step % config.checkpoint.hf_every == 0:
-                    self.export(self.run_dir / "hf" / f"step_{step:06d}", replace=True)
+                    run_folder.export_step(self.policy, config, step, self.world)
             checkpointer.wait()
         return metrics
 
@@ -284,11 +284,7 @@ class SFTTrainer:
         self.source.restore(extra["source"])
         self.steps_done = extra["step"]
         self.schedule = self._schedule()
-        if extra["model"] != self.config.model.path:
-            self.console.warning(
-                f"model.path: {self.config.model.path} was {extra['model']} when this checkpoint was written: weights "
-                "are the checkpoint's, exported files those of the new path"
-            )
+        run_folder.check_base(extra, self.policy, self.config, folder, self.console)
 
     def close(self) -> None:
         """Free the folder, if it was claimed."""
@@ -314,6 +310,7 @@ class SFTTrainer:
                 "policy_version": self.steps_done,  # what `lightrl eval` reads of the checkpoints of either kind
                 "groups": 0,
                 "model": self.config.model.path,
+                "adapter_scaling": run_folder.adapter_scaling(self.policy),
                 "source": self.source.state(),
             },
             metrics=metrics,

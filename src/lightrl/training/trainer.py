@@ -43,7 +43,6 @@ from lightrl.training.evaluate import evaluate, load_eval_sets
 from lightrl.training.objective import Objective, normalize_weights
 from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule
 from lightrl.training.packing import TrainSample
-from lightrl.training.policy import Policy
 from lightrl.training.update import mismatch_metrics, update
 from lightrl.types import Microbatch, Prompt, SampleGroup
 
@@ -129,9 +128,9 @@ class Trainer:
         config = self.config
         torch.manual_seed(config.run.seed)
         set_deterministic(config.run.deterministic)
-        self.policy = Policy.load(config.model, self.world)
+        self.policy = setup.load_policy(config, self.world)
         replay.check_policy(config.correction, self.policy)
-        self.reference = setup.load_reference(config, self.world)
+        self.reference = setup.load_reference(config, self.world, self.policy)
         self.critic = Critic.build(config, self.world)
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(steps_done=0)
@@ -392,7 +391,8 @@ class Trainer:
                 if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
                     self._save(checkpointer, metrics)
                 if config.checkpoint.hf_every and step % config.checkpoint.hf_every == 0:
-                    self.export(self.run_dir / "hf" / f"step_{step:06d}", replace=True)
+                    self._take_back()
+                    run_folder.export_step(self.policy, config, step, self.world)
                     if self.critic is not None:
                         self.critic.export(self.run_dir / "hf" / f"step_{step:06d}_critic", replace=True)
             checkpointer.wait()
@@ -447,11 +447,7 @@ class Trainer:
             self.source.restore(extra["source"])
         self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
         self.groups_done = extra["groups"]
-        if extra["model"] != self.config.model.path:
-            self.console.warning(
-                f"model.path: {self.config.model.path} was {extra['model']} when this checkpoint was "
-                "written: weights are the checkpoint's, reference and exported files those of the new path"
-            )
+        run_folder.check_base(extra, self.policy, self.config, folder, self.console)
 
     def _take_back(self) -> None:
         """Weights and training state are in place. They were lent, or away, where a step or an evaluation broke off."""
@@ -508,6 +504,7 @@ class Trainer:
                 "policy_version": self.policy_version,
                 "groups": self.groups_done,
                 "model": self.config.model.path,
+                "adapter_scaling": run_folder.adapter_scaling(self.policy),
                 "source": self.source.state(),
             },
             metrics=metrics,
