@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lightrl.config.problems import ConfigError
     from lightrl.config.schema import Config
     from lightrl.errors import UserError
+    from lightrl.rollout.hooked import GenerateTask
+    from lightrl.training.hooks import Hooks, StepInfo
     from lightrl.training.sft import SFTTrainer
     from lightrl.training.trainer import Trainer
     from lightrl.types import Microbatch, Prompt, Sample, SampleGroup, Status
@@ -25,12 +27,15 @@ __version__ = "0.1.0"
 _HOMES = {
     "Config": "lightrl.config.schema",
     "ConfigError": "lightrl.config.problems",
+    "GenerateTask": "lightrl.rollout.hooked",
+    "Hooks": "lightrl.training.hooks",
     "Microbatch": "lightrl.types",
     "Prompt": "lightrl.types",
     "SFTTrainer": "lightrl.training.sft",
     "Sample": "lightrl.types",
     "SampleGroup": "lightrl.types",
     "Status": "lightrl.types",
+    "StepInfo": "lightrl.training.hooks",
     "Trainer": "lightrl.training.trainer",
     "UserError": "lightrl.errors",
     "dump_toml": "lightrl.config.dump",
@@ -40,12 +45,15 @@ _HOMES = {
 __all__ = [
     "Config",
     "ConfigError",
+    "GenerateTask",
+    "Hooks",
     "Microbatch",
     "Prompt",
     "SFTTrainer",
     "Sample",
     "SampleGroup",
     "Status",
+    "StepInfo",
     "Trainer",
     "UserError",
     "__version__",

@@ -81,8 +81,8 @@ class Sample:
     reward: float | None = None
     """None until scored, and for a failed sample."""
     advantage: float | list[float] | None = None
-    """Of every token of the response, or of each. Estimators of tokens (docs/algorithms.md) have their own where the
-    sample is trained; here is the reward that they start from."""
+    """Of every token of the response, or of each, before whitening. Estimators of tokens (docs/algorithms.md) have
+    theirs where the sample is trained; here is the reward that they start from, and None once they are known."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Free-form: what the reward returned besides its number, failure reasons, …"""
 

@@ -21,6 +21,8 @@ from lightrl.config.schema import (
     CriticConfig,
     CriticOptimConfig,
     DataConfig,
+    DebugConfig,
+    DumpConfig,
     EngineConfig,
     EvalConfig,
     EvalSetConfig,
@@ -50,7 +52,13 @@ def problems(*args: Any, **kwargs: Any) -> list[str]:
 
 FULL = Config(
     run=RunConfig(
-        dir="runs/é \"x\" 'y'", steps=7, seed=12345678901234567890, resume=False, device="cuda", deterministic=True
+        dir="runs/é \"x\" 'y'",
+        steps=7,
+        seed=12345678901234567890,
+        resume=False,
+        device="cuda",
+        deterministic=True,
+        on_step="m:f",
     ),
     model=ModelConfig(
         path="org/name",
@@ -78,6 +86,7 @@ FULL = Config(
             "é": "\U0001f600\u2028\x00\x7f\x1b",
         },
         system_prompt='Line "one"\n\tline \\two\\\r\n"""\n\'\'\' # end ',
+        map="m:f",
         max_prompt_tokens=5,
         overlong="error",
         shuffle=False,
@@ -96,6 +105,7 @@ FULL = Config(
         stop_token_ids=[0, 151645],
         truncated="mask",
         filter="m:f",
+        generate="m:f",
         oversample_prompts=6,
         max_draws=2,
     ),
@@ -198,6 +208,7 @@ FULL = Config(
                 label_key="l",
                 apply_chat_template=False,
                 system_prompt="",
+                map="none",
                 reward="math",
                 samples_per_prompt=4,
                 max_response_tokens=5,
@@ -209,6 +220,11 @@ FULL = Config(
             ),
             EvalSetConfig(name="b", path="q"),
         ],
+        url="https://node:1/a?b=c",
+        url_every=2,
+        url_timeout=1.5,
+        url_retries=0,
+        url_key_env="E",
     ),
     log=LogConfig(
         trackers=["wandb"],
@@ -216,9 +232,13 @@ FULL = Config(
         print_samples=0,
         print_every=1,
         save_samples=False,
+        timeline_steps=(1, 1),
+        profile_steps=(2, 4),
         wandb_project="p",
         wandb_name="n",
     ),
+    dump=DumpConfig(rollouts=True),
+    debug=DebugConfig(rollouts="elsewhere"),
 )
 
 

@@ -92,6 +92,12 @@ def of_schedules(config: Config) -> Problems:
     for name, optim in (("optim", config.optim), ("critic_optim", config.critic_optim)):
         if optim.schedule == "wsd" and optim.decay_steps == 0:
             problems.append((f"{name}.decay_steps", f"{name}.schedule = 'wsd' needs decay_steps > 0"))
+        if optim.schedule != "wsd" and optim.decay_steps > 0:
+            text = f"not used by {name}.schedule = {optim.schedule!r}: drop it, or choose 'wsd'"
+            problems.append((f"{name}.decay_steps", text))
+        if optim.schedule == "constant" and optim.min_lr_ratio > 0:
+            text = f"{name}.schedule = 'constant' does not decay: drop it, or choose 'linear', 'cosine' or 'wsd'"
+            problems.append((f"{name}.min_lr_ratio", text))
         if config.sft.epochs is None and optim.warmup_steps + optim.decay_steps > updates:
             problems.append(
                 (

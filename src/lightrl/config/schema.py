@@ -18,6 +18,9 @@ from lightrl.config import rules
 from lightrl.config.correction import CorrectionConfig as CorrectionConfig
 from lightrl.config.estimators import Estimator, estimator
 from lightrl.config.kinds import STRICT, Code, Count, Fraction, NonNegative, PositiveFloat, PositiveInt, Seconds
+from lightrl.config.looking import DebugConfig as DebugConfig
+from lightrl.config.looking import DumpConfig as DumpConfig
+from lightrl.config.looking import looking_problems
 from lightrl.config.lora import LoraConfig as LoraConfig
 from lightrl.config.lora import lora_problems
 from lightrl.config.sft import SFTConfig as SFTConfig
@@ -39,6 +42,8 @@ class RunConfig:
     """Where to compute; `auto` takes CUDA when there is one."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPU; the CPU is deterministic already)."""
+    on_step: Code = "none"
+    """`package.module:function` called on every rank after each step (docs/inspect.md#hooks)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -92,6 +97,8 @@ class DataConfig:
     """Extra arguments of the chat template, such as `enable_thinking = false`."""
     system_prompt: str | None = None
     """System message put before each conversation that has none."""
+    map: Code = "none"
+    """`package.module:function` that turns each row into another, or None to leave it out (docs/inspect.md#hooks)."""
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt; default: what the model's context leaves beside the response."""
     overlong: Literal["drop", "truncate", "error"] = "drop"
@@ -154,6 +161,8 @@ class RolloutConfig:
     `prompts_per_step`."""
     max_draws: PositiveInt = 8
     """Most draws a step; after them it trains on what has passed, and stops the run when nothing has."""
+    generate: Code = "none"
+    """`package.module:function` that answers a prompt in place of one request to the engine (docs/inspect.md#hooks)."""
 
     @property
     def prompts_per_draw(self) -> int:
@@ -395,6 +404,8 @@ class EvalSetConfig:
     """As `data.apply_chat_template`."""
     system_prompt: str | None = None
     """As `data.system_prompt`."""
+    map: Code | None = None
+    """As `data.map`; `none` takes the rows as they are."""
     reward: Code | None = None
     """As `reward.type`."""
     samples_per_prompt: PositiveInt = 1
@@ -424,6 +435,17 @@ class EvalConfig:
     """Evaluate before the first step (only if `every` is set)."""
     sets: list[EvalSetConfig] = field(default_factory=list)
     """`[[eval.sets]]` tables."""
+    url: str | None = None
+    """Evaluator elsewhere, such as `http://node9:8000/evaluate`: it is sent a checkpoint's place by POST, answers with
+    metrics, and training goes on meanwhile (docs/inspect.md#an-evaluator-elsewhere)."""
+    url_every: Count = 0
+    """Steps between its checkpoints, exported in Hugging Face format to `dir/hf`; the last step is one too."""
+    url_timeout: Seconds = 3600.0
+    """Seconds one answer may take."""
+    url_retries: Count = 3
+    """Further attempts when it cannot be reached, is busy or has failed; pauses double from one second on."""
+    url_key_env: str | None = None
+    """Name of the environment variable with its key, sent as a bearer token."""
 
     def missed_gates(self, metrics: Mapping[str, float]) -> list[str]:
         """A line for each set whose `gate` an evaluation's metrics do not reach; none where it was not evaluated.
@@ -459,6 +481,10 @@ class LogConfig:
     """Steps between printed samples."""
     save_samples: bool = True
     """Write every sample to `dir/samples/` (read by `lightrl report`)."""
+    timeline_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last step that are drawn sample by sample into `dir/timeline/`, for chrome://tracing or Perfetto."""
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last step that torch's profiler records, into `dir/profile/`."""
     wandb_project: str | None = None
     """Project of the W&B run."""
     wandb_name: str | None = None
@@ -487,6 +513,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    dump: DumpConfig = field(default_factory=DumpConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
     def validate(self) -> list[tuple[str, str]]:
         """Rules between sections, as (key, what is wrong and what to do); empty when all hold."""
@@ -504,11 +532,14 @@ class Config:
             problems.append(("algorithm.constant_length", "only used by algorithm.aggregation = 'constant': drop it"))
         if self.model.reference_path is not None and self.algorithm.kl_coef == 0:
             problems.append(("model.reference_path", "a reference is only used with algorithm.kl_coef > 0"))
+        if self.model.recompute_attention and not self.model.activation_checkpointing:
+            text = "only used with model.activation_checkpointing = true: set it, or drop this"
+            problems.append(("model.recompute_attention", text))
         if self.eval.every and not self.eval.sets:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
         problems += rules.of_advantages(self) + rules.of_critics(self) + rules.of_shared_rows(self)
-        problems += rules.of_losses(self) + rules.of_corrections(self) + lora_problems(self)
+        problems += rules.of_losses(self) + rules.of_corrections(self) + lora_problems(self) + looking_problems(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightrl.config.schema import DataConfig, SFTConfig
 from lightrl.data.errors import BadRows, DataError
+from lightrl.data.mapping import Mapper
 from lightrl.data.render import RowError, RowReader, encodable, kind_of
 from lightrl.data.rows import read_rows
 from lightrl.data.turns import ConversationEncoder, Message, TurnError
@@ -74,14 +75,14 @@ def load_conversations(
 
     Raises DataError with `file:line`, for the first bad row and the number of others.
     """
-    reader = _Reader(data, sft, tokenizer, end_ids)
+    reader, mapped = _Reader(data, sft, tokenizer, end_ids), Mapper(data.map)
     bad = BadRows()
     found: list[Conversation] = []
     paths = [data.path] if isinstance(data.path, str) else list(data.path)
     if not any(paths):
         raise DataError("data.path is not set: name a jsonl or parquet file, a folder or a hub dataset")
     for path in paths:
-        for source, row in read_rows(path, data.split, bad):
+        for source, row in mapped(read_rows(path, data.split, bad), bad):
             try:
                 tokens, mask = reader.read(row)
             except (RowError, TurnError) as error:
@@ -89,11 +90,13 @@ def load_conversations(
             else:
                 found.append(Conversation(index=len(found), tokens=tokens, loss_mask=mask, source=source))
     bad.raise_if_any()
+    mapped.check_any(", ".join(paths))
     reader.rows.check_optional_keys(", ".join(paths))
     limit = min(context_length, sft.max_tokens or context_length)
     reason = "the model's context" if limit == context_length else "sft.max_tokens"
     kept, notice = _hold_to_limit(found, limit, reason, data.overlong)
-    notices = tuple(text for text in (notice, *reader.notices()) if text)
+    left_out = f"data.map left out {mapped.left_out} rows" if mapped.left_out else ""
+    notices = tuple(text for text in (left_out, notice, *reader.notices()) if text)
     return ConversationSet(conversations=kept, limit=limit, notices=notices)
 
 
@@ -104,6 +107,7 @@ class _Reader:
         self.data, self.sft, self.tokenizer = data, sft, tokenizer
         self.rows = RowReader(data, tokenizer)
         self.encoder: ConversationEncoder | None = None
+        self.empty = 0
         if data.apply_chat_template:
             kwargs, appended = data.chat_template_kwargs, _token_id(tokenizer, sft.end_of_turn)
             try:
@@ -118,9 +122,11 @@ class _Reader:
         data = self.data
         value = self.rows.field(row, data.input_key, "input_key")
         label = None if data.label_key is None else self.rows.field(row, data.label_key, "label_key")
-        if data.label_key is not None and not (isinstance(label, str) and label):
-            found = "an empty string" if label == "" else kind_of(label)
-            raise RowError(f"field {data.label_key!r} (data.label_key) must be the answer as text, found {found}")
+        if data.label_key is not None and not (isinstance(label, str | list) and label):
+            found = f"an empty {'string' if label == '' else 'list'}" if label in ("", []) else kind_of(label)
+            raise RowError(
+                f"field {data.label_key!r} (data.label_key) must be the answer, as text or as messages, found {found}"
+            )
         tools = self.rows.parsed(row, "tool_key", list, "a list") or None
         if not isinstance(value, str | list):
             raise RowError(
@@ -133,18 +139,20 @@ class _Reader:
             return self._plain(value, label)
         given: list[Any] = [{"role": "user", "content": value}] if isinstance(value, str) else value
         messages = self.rows.messages([_usual(m) for m in given], answered=label is None)
-        if label is not None:
-            messages.append({"role": "assistant", "content": label})
+        answer: list[Any] = [{"role": "assistant", "content": label}] if isinstance(label, str) else label or []
+        if answer:
+            messages += self.rows.messages([_usual(m) for m in answer], answered=True, key="label_key")
         if not encodable(json.dumps(messages, ensure_ascii=False, default=str)):
             raise RowError("holds half a character (a lone surrogate such as \\ud800): correct or remove the row")
         messages = self.rows.with_system_prompt(messages)
-        trained = _trained(messages, self.sft.train_on)
+        trained = _trained(messages, self.sft.train_on, first=len(messages) - len(answer) if answer else 0)
+        self.empty += any(t and _is_empty(m) for t, m in zip(trained, messages, strict=True))
         bare = [{k: v for k, v in m.items() if k not in ("train", "weight")} for m in messages]
         return self.encoder(bare, trained, tools)
 
     def _plain(self, text: Any, answer: Any) -> tuple[list[int], list[int]]:
         """Without a template: the prompt as the tokenizer writes it, the answer, and its end-of-sequence token."""
-        if isinstance(text, list):
+        if isinstance(text, list) or isinstance(answer, list):
             raise RowError("chat messages need the chat template: set data.apply_chat_template = true")
         if not (encodable(text) and encodable(answer)):
             raise RowError("holds half a character (a lone surrogate such as \\ud800): correct or remove the row")
@@ -159,6 +167,11 @@ class _Reader:
     def notices(self) -> list[str]:
         """What the template does that is worth knowing."""
         found = []
+        if self.empty:
+            found.append(
+                f"data: in {self.empty} conversations an answer to train on is empty, so that the model learns to say "
+                "nothing: remove the rows, or set train = false in the message"
+            )
         if self.encoder is not None and self.encoder.unended:
             found.append(
                 f"data: in {self.encoder.unended} conversations the chat template writes no token that ends the last "
@@ -188,14 +201,26 @@ def _usual(message: Any) -> Any:
     speaker = message["from"]
     if speaker not in _SPEAKERS:
         raise RowError(f"a message is from {speaker!r}: known are {', '.join(_SPEAKERS)}")
+    if not isinstance(message["value"], str | list):
+        raise RowError(f"a message's 'value' must be text, found {kind_of(message['value'])}")
     others = {k: v for k, v in message.items() if k not in ("from", "value")}
     return {"role": _SPEAKERS[speaker], "content": message["value"], **others}
 
 
-def _trained(messages: Sequence[Message], train_on: str) -> list[bool]:
-    """Which messages are trained: the assistant's, or its last, unless they say otherwise (`train`, or `weight`)."""
+def _is_empty(message: Message) -> bool:
+    """No text, and nothing else (tool calls, thoughts) that a template could write."""
+    content = message.get("content")
+    blank = not content or (isinstance(content, str) and not content.strip())
+    return blank and not any(v for k, v in message.items() if k not in ("role", "content", "train", "weight"))
+
+
+def _trained(messages: Sequence[Message], train_on: str, first: int = 0) -> list[bool]:
+    """Which messages are trained: the assistant's, or its last, unless they say otherwise (`train`, or `weight`).
+
+    Those before the `first` one are the prompt of an answer in a field of its own.
+    """
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    wanted = set(answers if train_on == "assistant" else answers[-1:])
+    wanted = {i for i in (answers if train_on == "assistant" else answers[-1:]) if i >= first}
     for number, message in enumerate(messages):
         for name in ("train", "weight"):
             value = message.get(name)

@@ -122,9 +122,9 @@ class RowReader:
             raise RowError(f"field {name!r} (data.{key}) must be {kind_name}, found {kind_of(value)}")
         return value
 
-    def messages(self, value: list[Any], *, answered: bool = False) -> list[dict[str, Any]]:
+    def messages(self, value: list[Any], *, answered: bool = False, key: str = "input_key") -> list[dict[str, Any]]:
         """The messages of a row, checked. `answered`: they may end with the assistant's, as those to train on do."""
-        name = f"field {self.config.input_key!r} (data.input_key)"
+        name = f"field {getattr(self.config, key)!r} (data.{key})"
         if not self.config.apply_chat_template:
             raise RowError(f"{name} holds chat messages: set data.apply_chat_template = true")
         if not value:

@@ -19,7 +19,7 @@ from lightrl.algorithms.corrections import (
     not_vetoed,
     score_centering,
 )
-from lightrl.algorithms.losses import LossTokens, PolicyLoss
+from lightrl.algorithms.losses import LossTokens, PolicyLoss, reinforce_loss
 from lightrl.algorithms.samples import Samples
 from lightrl.config.losses import LOSSES
 from lightrl.config.schema import AlgorithmConfig, CorrectionConfig
@@ -65,18 +65,34 @@ def load_policy_loss(config: AlgorithmConfig) -> Callable[[LossTokens], PolicyLo
     known = LOSSES.get(config.loss)
     function = hooks.load(config.loss if known is None else known.function, "algorithm.loss")
     if known is None:
-        return lambda tokens: _checked(function(tokens), tokens, config.loss)
+        return lambda tokens: _own_loss(function, tokens, config.loss)
     return partial(function, **{key: v for key in known.keys if (v := getattr(config, key)) is not None})
 
 
+def _own_loss(function: Callable[..., Any], tokens: LossTokens, name: str) -> PolicyLoss:
+    """What a function of the user's own makes of them; it is not asked about none, as on a rank without work."""
+    if not tokens.logprobs.numel():
+        return reinforce_loss(tokens)
+    return _checked(hooks.call(function, tokens, name, "algorithm.loss"), tokens, name)
+
+
 def _checked(answer: Any, tokens: LossTokens, name: str) -> PolicyLoss:
-    """What a function of the user's own returned: a loss a token, or a `PolicyLoss`."""
+    """What it returned: a loss a token, or a `PolicyLoss`."""
     loss = answer.loss if isinstance(answer, PolicyLoss) else answer
     if not isinstance(loss, Tensor) or loss.shape != tokens.logprobs.shape:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         wanted = f"a tensor of shape {list(tokens.logprobs.shape)}, a loss a token"
         raise UserError(f"algorithm.loss = {name!r}: it returned {what}: return {wanted}")
+    if tokens.logprobs.requires_grad and not loss.requires_grad:
+        raise UserError(
+            f"algorithm.loss = {name!r}: it returned a loss without a gradient: compute it from tokens.logprobs, "
+            "undetached"
+        )
     if isinstance(answer, PolicyLoss):
+        for part in ("ratio", "clipped"):
+            if (found := getattr(answer, part)).shape != loss.shape:
+                shapes = f"{list(found.shape)}, not {list(loss.shape)}"
+                raise UserError(f"algorithm.loss = {name!r}: `{part}` of the PolicyLoss it returned has shape {shapes}")
         return answer
     ratio = tokens.log_ratio.detach().exp()
     return PolicyLoss(loss=loss, ratio=ratio, clipped=torch.zeros_like(ratio, dtype=torch.bool))
@@ -95,6 +111,15 @@ def samples_of(batch: Microbatch) -> Samples:
     return Samples(mask=batch.loss_mask > 0, ids=batch.sample_ids, count=len(batch.sample_keys))
 
 
+def engine_logprobs(batch: Microbatch) -> Tensor:
+    """[N]; UserError where an engine gave none, which corrections are made of."""
+    if batch.rollout_logprobs is None:
+        raise UserError(
+            "correction: an engine gave answers without log-probs, which the loss needs: remove [correction]"
+        )
+    return batch.rollout_logprobs
+
+
 def correct(config: CorrectionConfig, batch: Microbatch, logprobs: Tensor, samples: Samples) -> Correction:
     """Weights and rejections of a microbatch, by the trainer's log-probs before the step's updates.
 
@@ -102,8 +127,7 @@ def correct(config: CorrectionConfig, batch: Microbatch, logprobs: Tensor, sampl
     """
     if not config.reads_rollout_logprobs:
         return Correction()
-    assert batch.rollout_logprobs is not None
-    now, engine = logprobs.detach(), batch.rollout_logprobs
+    now, engine = logprobs.detach(), engine_logprobs(batch)
     log_ratio = (now if batch.old_logprobs is None else batch.old_logprobs) - engine
     log_ratio = log_ratio.masked_fill(~samples.mask, 0.0)  # an engine may know no log-prob of tokens that it was given
     weights = bounded = None
@@ -152,9 +176,8 @@ def normalize_weights(batch: Sequence[Sequence[Microbatch]], world: World, confi
     microbatches = [m for minibatch in batch for m in minibatch]
     for microbatch in (m for m in microbatches if m.sample_keys):
         assert microbatch.old_logprobs is not None
-        assert microbatch.rollout_logprobs is not None
         samples = samples_of(microbatch)
-        values = _tis_weights(config, microbatch.old_logprobs - microbatch.rollout_logprobs, samples).values
+        values = _tis_weights(config, microbatch.old_logprobs - engine_logprobs(microbatch), samples).values
         if config.tis_level == "token":
             total += float(samples.sums(values).sum())
             count += float(samples.lengths.sum())

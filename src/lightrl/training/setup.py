@@ -27,6 +27,7 @@ from lightrl.errors import UserError, end
 from lightrl.models import load, lora
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.critic import Critic, critic_model
+from lightrl.training.dumped import NoEngine
 from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.types import Prompt
 from lightrl.wrappers import is_adapter
@@ -222,13 +223,18 @@ def build_engine(
     seed: int = 0,
     state: TrainingState | None = None,
     return_routing: bool = False,
+    idle: bool = False,
 ) -> Engine:
     """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`, and to know
     at its start whether it will be asked to `return_routing`.
 
+    With `idle` none is made: nothing will be generated.
+
     The training `state` leaves the GPU while an engine starts on it, where it would not find its share of the memory;
     afterwards the engine's memory is released.
     """
+    if idle:
+        return NoEngine()
     if config.kind != "transformers":
         assert world is not None, "SGLang's engine needs to know its ranks"
         if config.kind == "sglang_server":
@@ -333,6 +339,16 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
             "rollout.group_size = 1: an answer is compared with the others to its prompt, and alone has advantage 0: "
             "nothing is learned from rewards"
         )
+    elif config.rollout.group_size == 1 and config.algorithm.whitening == "group":
+        found.append(
+            "rollout.group_size = 1 with algorithm.whiten = 'group': the advantages of an answer are shifted to mean 0 "
+            "by themselves, so that its reward has no say: set 'batch'"
+        )
+    if config.algorithm.estimator.critic and config.critic.pretrain_steps >= config.run.steps:
+        found.append(
+            f"critic.pretrain_steps = {config.critic.pretrain_steps}: all {config.run.steps} steps of the run "
+            "(run.steps) train the critic alone, the policy stays as it is"
+        )
     if config.algorithm.loss == "gspo" and config.algorithm.aggregation != "sequence_mean":
         found.append(
             f"algorithm.loss = 'gspo' is a mean over samples, but algorithm.aggregation = "
@@ -372,6 +388,7 @@ def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[
     critic = {"critic": config.critic.path or "from the policy's start"} if config.algorithm.estimator.critic else {}
     return model_facts(config, world, policy) | {
         **critic,
+        **({"rollouts": f"of {config.debug.rollouts}: no engine, no evaluation"} if config.debug.rollouts else {}),
         "data": f"{len(prompts)} prompts from {config.data.path}",
         "step": f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples, "
         f"{config.algorithm.minibatches_per_step} update{'s' * (config.algorithm.minibatches_per_step > 1)}",

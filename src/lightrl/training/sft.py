@@ -255,6 +255,11 @@ class SFTTrainer:
             self.console.notice(text)
         if unused := [name for name in _OF_RL if getattr(config, name) != getattr(Config(), name)]:
             self.console.notice(f"not used by lightrl sft: {', '.join(f'[{name}]' for name in unused)}")
+        if (size := self._next_size()) > len(self.conversations):
+            self.console.warning(
+                f"sft.batch_size = {size} in this run, but there are {len(self.conversations)} conversations: an "
+                "update trains them more than once; lower it"
+            )
         if not self.policy.module.packed:
             self.console.warning(stock_notice(self.policy.hf_config))
         self.console.settings("LightRL", self._summary())

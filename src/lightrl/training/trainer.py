@@ -29,7 +29,6 @@ from lightrl.observe.metrics import Tally, rollout_metrics, with_sample_size
 from lightrl.observe.timing import StageTimer
 from lightrl.rewards import Scorer, check_labels
 from lightrl.rollout.collect import Sampler, apply_truncation
-from lightrl.rollout.filters import load_filter
 from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
 from lightrl.sync.weights import release_engine, sync_weights
@@ -39,10 +38,14 @@ from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
 from lightrl.training.checkpoint import Checkpointer
 from lightrl.training.critic import Critic, explained_variance
+from lightrl.training.dumped import DumpedRollouts, without_engine
 from lightrl.training.evaluate import evaluate, load_eval_sets
+from lightrl.training.hooks import Hooks, LoadedHooks, load_hooks
 from lightrl.training.objective import Objective, normalize_weights
 from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule
+from lightrl.training.outside_eval import OutsideEvaluation
 from lightrl.training.packing import TrainSample
+from lightrl.training.probe import Probe
 from lightrl.training.update import mismatch_metrics, update
 from lightrl.types import Microbatch, Prompt, SampleGroup
 
@@ -55,7 +58,15 @@ class Trainer:
     that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone.
     """
 
-    def __init__(self, config: Config, *, reward: Callable[..., Any] | None = None, claim: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        reward: Callable[..., Any] | None = None,
+        hooks: Hooks | None = None,
+        claim: bool = False,
+    ) -> None:
+        config = without_engine(config)
         setup.check(config)
         self.config = config
         parallel = config.parallel
@@ -73,7 +84,7 @@ class Trainer:
             if claim:
                 held.enter_context(setup.claim(self.run_dir, self.world, self.console.warning))
             self._held = held  # what is made from here on is ended too, if a later part cannot be made
-            self._load_data(reward)
+            self._load_data(reward, load_hooks(config, hooks))
             if claim and config.run.resume:
                 setup.check_resume(self.run_dir, self.source, self.world)
             self._load_model()
@@ -85,7 +96,7 @@ class Trainer:
         self._torn = False  # an update was interrupted: weights and gradients are between two steps
         self._began = False  # the run in the folder is this trainer's own
 
-    def _load_data(self, reward: Callable[..., Any] | None) -> None:
+    def _load_data(self, reward: Callable[..., Any] | None, hooks: LoadedHooks) -> None:
         config = self.config
         model = config.model
         hf_config, self.tokenizer = load.load_config_and_tokenizer(
@@ -99,18 +110,23 @@ class Trainer:
             self.tokenizer,
             context_length=self.context_length,
             max_response_tokens=config.rollout.max_response_tokens,
+            row_map=hooks.row_map,
         )
+        self.dumped = DumpedRollouts.open(config, int(hf_config.get_text_config().vocab_size))
         setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
         setup.check_reference(config, hf_config, self.tokenizer)
         self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
         self.scorer = Scorer(config.reward, custom=reward)
         self._held.callback(end, self.scorer.close)
-        self.filter = load_filter(config.rollout.filter)
+        self.filter, self.generate = hooks.filter, hooks.generate
+        self.probe = Probe(config, self.run_dir, self.world, self.scorer, hooks.on_step)
+        self._held.callback(end, self.probe.close)
+        self.outside = OutsideEvaluation(config, self.run_dir, self.world, self.console)
         self.advantages = Advantages.load(config.algorithm, config.rollout.max_response_tokens)
         self.objective = Objective.of(config.algorithm, config.correction)
         if reward is None:
             check_labels(self.prompts, config.reward)
-        self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer)
+        self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer, hooks.row_map)
         for eval_set in self.eval_sets:
             self._held.callback(end, eval_set.scorer.close)
         self.sampling = SamplingParams(
@@ -148,6 +164,7 @@ class Trainer:
             seed=setup.engine_seed(config.run),
             state=self.state,
             return_routing=self.sampling.return_routing,
+            idle=self.dumped is not None,
         )
         self._held.callback(end, lambda: self.engine.close())
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
@@ -166,7 +183,7 @@ class Trainer:
             raise UserError(
                 "a step was interrupted in its updates: make a new Trainer, which resumes from a checkpoint"
             )
-        tally, timer = Tally(), StageTimer()
+        tally, timer = Tally(), self.probe.begin(self.steps_done + 1)
         with timer("sync"):
             self._sync_engine()
         selection = self.selection(prompts, source)
@@ -174,6 +191,7 @@ class Trainer:
             groups = self.collect(prompts, selection)
         if source is not None:
             source.give_back(selection.num_unused)
+        self.probe.collected(self.steps_done + 1, groups, selection)
         with timer("sync"):
             release_engine(self.policy, self.engine, self.state)
         with timer("train"):
@@ -192,7 +210,8 @@ class Trainer:
         self._advance(selection, source)
         self._torn = False
         self._report(groups, selection, tally)
-        return self._metrics(tally, timer.metrics(), num_updates=len(batch))
+        metrics = self._metrics(tally, timer.metrics(), num_updates=len(batch))
+        return self.probe.finish(self.steps_done, groups, metrics)
 
     def _update(self, minibatch: Sequence[Microbatch], tally: Tally) -> None:
         """One optimizer update, with its metrics; one of the critic beside it, or alone."""
@@ -253,6 +272,8 @@ class Trainer:
     def collect(self, prompts: Sequence[Prompt], selection: Selection | None = None) -> list[SampleGroup]:
         """This rank's share of the groups, sampled, scored and selected. The weights are in the engine."""
         rollout, selection = self.config.rollout, selection or self.selection(prompts)
+        if self.dumped is not None:
+            return self.dumped.groups(self.steps_done + 1, selection, self.world)
         mine = deal(self.world, prompts, self.config.engine.tensor_parallel)
         total = len(mine) * rollout.group_size if self.filter is None else None
         with self.console.progress("generating", total=total) as bar:
@@ -264,6 +285,8 @@ class Trainer:
                     scorer=self.scorer,
                     decode=self.decode,
                     seed=self.config.run.seed,
+                    generate=self.generate,
+                    watch=self.probe.watch,
                 ),
                 selection=selection,
                 world=self.world,
@@ -395,7 +418,11 @@ class Trainer:
                     run_folder.export_step(self.policy, config, step, self.world)
                     if self.critic is not None:
                         self.critic.export(self.run_dir / "hf" / f"step_{step:06d}_critic", replace=True)
+                self.outside.log(trackers)
+                if self.outside.is_due(step, last):
+                    self.outside.submit(step, partial(self.export, replace=True))
             checkpointer.wait()
+            self.outside.finish(trackers)
         return metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -416,6 +443,7 @@ class Trainer:
                 renew=self._renew_engine,
                 on_restart=self._tell_restart,
                 restart=self._restart_engine,
+                generate=self.generate,
             )
             release_engine(self.policy, self.engine, self.state)
         self.console.evaluation(self.steps_done, metrics)
@@ -472,6 +500,7 @@ class Trainer:
         run_folder.describe_run(self.run_dir, self.config, self.steps_done, self.world, self.console)
         if self.world.is_main and self.writer is not None:
             self.writer.drop_after(self.steps_done)
+        self.probe.resumed(self.steps_done)
         self.world.barrier()
         for prompts in (self.prompts, *(s.prompts for s in self.eval_sets)):
             if prompts.notice:

@@ -11,9 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.algorithms.losses import MAX_LOG_RATIO, LossTokens, PolicyLoss, kl_divergence
 from lightrl.distributed.fsdp import set_gradient_sync
-from lightrl.errors import UserError
 from lightrl.observe.metrics import Tally
-from lightrl.training.objective import Correction, Objective, center, correct, samples_of
+from lightrl.training.objective import Correction, Objective, center, correct, engine_logprobs, samples_of
 from lightrl.training.optim import optimizer_step
 from lightrl.training.policy import Policy, to_device
 from lightrl.training.replay import check_used, replay_of, update_metrics
@@ -81,10 +80,8 @@ def _loss(
     1 with its gradient intact. With `correction.use_rollout_logprobs` the old policy is the engine.
     """
     config, samples = objective.algorithm, samples_of(batch)
-    if objective.correction.reads_rollout_logprobs and batch.rollout_logprobs is None:
-        raise UserError(
-            "correction: an engine gave answers without log-probs, which the loss needs: remove [correction]"
-        )
+    if objective.correction.reads_rollout_logprobs:
+        engine_logprobs(batch)
     trainer = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     old = trainer
     if objective.correction.use_rollout_logprobs and batch.rollout_logprobs is not None:
