@@ -70,8 +70,8 @@ class ModelConfig:
     bfloat16: tokens x heads x head size x 2 bytes a layer). Gradients are the same."""
     kernels: Literal["auto", "off"] = "off"
     """`auto`: known families on a GPU run on kernels of our own (norms, rotary positions, gated products, experts,
-    log-probs) and on the fastest attention that is installed; `off`: on torch and transformers alone. Off by default:
-    these kernels have been tested in Triton's interpreter, but not on a GPU yet."""
+    gated delta layers, log-probs) and on the fastest attention that is installed; `off`: on torch and transformers
+    alone. Off by default: these kernels have been tested in Triton's interpreter, but not on a GPU yet."""
     reference_path: str | None = None
     """Checkpoint of the frozen reference for the KL term; default: the policy's own start."""
     trust_remote_code: bool = False
