@@ -123,28 +123,29 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, **
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
 
 
-def load_value_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Config of a critic, a sequence classifier of one label, from the checkpoint of one or of a causal LM."""
+def load_value_config(folder: Path, trust_remote_code: bool = False, *, key: str = "critic.path") -> PretrainedConfig:
+    """Config of a model with a value head, a sequence classifier of one label, from the checkpoint of one or of a
+    causal LM."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise _load_error("critic.path", str(folder), "config", error) from error
+        raise _load_error(key, str(folder), "config", error) from error
     if any("SequenceClassification" in name for name in config.architectures or []):
         if config.num_labels != 1:
-            raise UserError(f"critic.path: {folder} has {config.num_labels} labels; a critic has one, the value")
+            raise UserError(f"{key}: {folder} has {config.num_labels} labels; a value head has one, the value")
     else:
-        _check_causal_lm(config, str(folder), "critic.path")
+        _check_causal_lm(config, str(folder), key)
         config.num_labels = 1
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise UserError(
-            f"critic.path: transformers has no sequence classifier of {config.model_type}, which a critic is; name a "
-            "checkpoint of another family with the same tokenizer"
+            f"{key}: transformers has no sequence classifier of {config.model_type}, which a model with a value head "
+            "is; name a checkpoint of another family with the same tokenizer"
         )
     return without_quantization(config)
 
 
 def empty_value_model(config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
-    """The critic on the meta device, float32; its value head is `score`."""
+    """That model on the meta device, float32; its value head is `score`."""
     config = copy.deepcopy(config)
     with torch.device("meta"):
         return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, **kwargs)
@@ -310,7 +311,9 @@ def load_weights(
                     f"{folder}: {type(model).__name__} cannot be read from a quantized checkpoint: convert it"
                 )
             if new_head is not None:
-                raise UserError(f"critic.path: {folder} stores its weights in a way that critics cannot be loaded from")
+                raise UserError(
+                    f"{folder} stores its weights in a way that models with a value head cannot be loaded from"
+                )
             logger.warning(
                 "%s stores its weights in another way than the model has them in memory: "
                 "each rank loads the whole model into host memory first",

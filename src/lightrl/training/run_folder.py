@@ -18,6 +18,7 @@ from lightrl.observe.environment import environment, write_environment
 from lightrl.observe.trackers import Trackers, make_trackers
 from lightrl.training.policy import Policy
 from lightrl.training.run_config import write_config
+from lightrl.training.value_model import ValueModel
 
 
 def refuse_used(run_dir: Path, world: World) -> None:
@@ -43,16 +44,16 @@ def open_trackers(run_dir: Path, config: Config, step: int, world: World) -> Tra
     return make_trackers(config.log, run_dir, step or None, asdict(config) | {"environment": environment()})
 
 
-def export_policy(policy: Policy, folder: Path, world: World, *, replace: bool = False) -> None:
+def export_model(model: Policy | ValueModel, folder: Path, world: World, *, replace: bool = False) -> None:
     """The present weights in Hugging Face format, in the precision of the checkpoint they came from. A collective.
 
     A folder that is not empty is a UserError; `replace` swaps it for the new one, whatever it holds.
     """
     export_hf(
-        policy.module,
+        model.module,
         folder,
-        source=policy.source,
-        dtype=load.stored_dtype(policy.hf_config) or torch.float32,
+        source=model.source,
+        dtype=load.stored_dtype(model.hf_config) or torch.float32,
         is_main=world.is_main,
         replace=replace,
     )

@@ -28,6 +28,7 @@ from lightrl.models import load
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.critic import Critic, critic_model
 from lightrl.training.policy import Policy
+from lightrl.training.value_model import ValueModel
 from lightrl.types import Prompt
 
 _BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations
@@ -315,7 +316,7 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
     return found
 
 
-def model_facts(config: Config, world: World, policy: Policy) -> dict[str, object]:
+def model_facts(config: Config, world: World, policy: Policy | ValueModel) -> dict[str, object]:
     """What is trained, and on what."""
     parameters = sum(p.numel() for p in policy.module.parameters())
     return {

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.config.schema import Config
@@ -37,11 +36,11 @@ from lightrl.training import run_folder, setup
 from lightrl.training.advantage import Advantages, finish_advantages, overlong_metrics, set_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
-from lightrl.training.checkpoint import Checkpointer
 from lightrl.training.critic import Critic, explained_variance
 from lightrl.training.evaluate import evaluate, load_eval_sets
+from lightrl.training.loop import Loop, State
 from lightrl.training.objective import Objective, normalize_weights
-from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule
+from lightrl.training.optim import advance, build_optimizer, build_schedule
 from lightrl.training.packing import TrainSample
 from lightrl.training.policy import Policy
 from lightrl.training.update import mismatch_metrics, update
@@ -68,22 +67,16 @@ class Trainer:
             parallel.context_parallel,
         )
         self.console = Console(config.log, enabled=self.world.is_main)
-        self.run_dir = Path(config.run.dir).expanduser()
-        with contextlib.ExitStack() as held:
-            if claim:
-                held.enter_context(setup.claim(self.run_dir, self.world, self.console.warning))
-            self._held = held  # what is made from here on is ended too, if a later part cannot be made
-            self._load_data(reward)
-            if claim and config.run.resume:
-                setup.check_resume(self.run_dir, self.source, self.world)
-            self._load_model()
-            self._held = held.pop_all()
-        self._claimed = claim
+        self.loop = Loop(config, self.world, self.console, claim=claim, ended_by="run.steps")
+        self.run_dir = self.loop.run_dir
         self.steps_done = 0
         self.policy_version = 0
         self.groups_done = 0
         self._torn = False  # an update was interrupted: weights and gradients are between two steps
-        self._began = False  # the run in the folder is this trainer's own
+        with self.loop.opening() as self._held:
+            self._load_data(reward)
+            self.loop.check_resume(self.source)
+            self._load_model()
 
     def _load_data(self, reward: Callable[..., Any] | None) -> None:
         config = self.config
@@ -362,34 +355,16 @@ class Trainer:
 
         UserError if another run is training in `run.dir`.
         """
-        if self._claimed:
-            return self._train()
-        with setup.claim(self.run_dir, self.world, self.console.warning):
-            return self._train()
+        return self.loop.train(self)
 
-    def _train(self) -> dict[str, float]:
-        config, checkpointer = self.config, self._checkpointer
-        self._resume(checkpointer)
-        metrics: dict[str, float] = {}
-        with run_folder.open_trackers(self.run_dir, config, self.steps_done, self.world) as trackers:
-            if self.steps_done == 0 and config.eval.every and config.eval.at_start:
-                trackers.log(0, self.evaluate())
-            while self.steps_done < config.run.steps:
-                with self.source.dealt(config.rollout.prompts_per_draw) as prompts:
-                    metrics = self.step(prompts, self.source)
-                step, last = self.steps_done, self.steps_done == config.run.steps
-                self.console.step(step, config.run.steps, metrics)
-                if config.eval.every and (step % config.eval.every == 0 or last):
-                    metrics |= self.evaluate()
-                trackers.log(step, metrics)  # before the checkpoint: a resume drops lines of steps that it repeats
-                if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                    self._save(checkpointer, metrics)
-                if config.checkpoint.hf_every and step % config.checkpoint.hf_every == 0:
-                    self.export(self.run_dir / "hf" / f"step_{step:06d}", replace=True)
-                    if self.critic is not None:
-                        self.critic.export(self.run_dir / "hf" / f"step_{step:06d}_critic", replace=True)
-            checkpointer.wait()
-        return metrics
+    @property
+    def total_steps(self) -> int:
+        return self.config.run.steps
+
+    def next_step(self) -> dict[str, float]:
+        """`step` on the next prompts of `source`."""
+        with self.source.dealt(self.config.rollout.prompts_per_draw) as prompts:
+            return self.step(prompts, self.source)
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of all `[[eval.sets]]` for the present weights."""
@@ -420,7 +395,7 @@ class Trainer:
         A folder that is not empty is a UserError; `replace` swaps it for the new one, whatever it holds.
         """
         self._take_back()
-        run_folder.export_policy(self.policy, Path(folder), self.world, replace=replace)
+        run_folder.export_model(self.policy, Path(folder), self.world, replace=replace)
 
     def load_checkpoint(self, folder: Path, *, weights_only: bool = False) -> None:
         """Take weights, optimizer, schedule, data position and random state from one checkpoint folder.
@@ -428,23 +403,25 @@ class Trainer:
         `weights_only`, to evaluate: training data may be another than the checkpoint's.
         """
         self._take_back()
-        checkpointer, module = self._checkpointer, self.policy.module
-        if weights_only:
-            extra = checkpointer.load(folder, module, None, rng=False)
-        else:
-            extra = checkpointer.load(folder, module, self.optimizer, others=self._others)
-            apply_settings(self.optimizer, self.config.optim)
-            if self.critic is not None:
-                self.critic.resumed(extra["step"] * self.config.algorithm.minibatches_per_step)
-            self.schedule = self._schedule(steps_done=extra["step"])
-            self.source.restore(extra["source"])
+        extra = self.loop.load(folder, self, weights_only=weights_only)
         self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
         self.groups_done = extra["groups"]
-        if extra["model"] != self.config.model.path:
-            self.console.warning(
-                f"model.path: {self.config.model.path} was {extra['model']} when this checkpoint was "
-                "written: weights are the checkpoint's, reference and exported files those of the new path"
-            )
+        if not weights_only:
+            self.schedule = self._schedule(self.steps_done)
+            if self.critic is not None:
+                self.critic.resumed(self.steps_done * self.config.algorithm.minibatches_per_step)
+
+    def training_state(self) -> State:
+        """What a checkpoint holds: the policy, and the critic beside it."""
+        others = {} if self.critic is None else {"critic": (self.critic.module, self.critic.optimizer)}
+        extra = {"policy_version": self.policy_version, "groups": self.groups_done}
+        return State(model=self.policy.module, optimizer=self.optimizer, others=others, extra=extra)
+
+    def export_all(self, folder: Path) -> None:
+        """Policy and critic; what was there is replaced."""
+        self.export(folder, replace=True)
+        if self.critic is not None:
+            self.critic.export(folder.with_name(f"{folder.name}_critic"), replace=True)
 
     def _take_back(self) -> None:
         """Weights and training state are in place. They were lent, or away, where a step or an evaluation broke off."""
@@ -452,21 +429,10 @@ class Trainer:
 
     def close(self) -> None:
         """Free engine, reward workers and, if it was claimed, the folder."""
-        self._held.close()  # all of it, the last first, whatever fails on the way
-        self._claimed = False
+        self.loop.close()
 
-    def _resume(self, checkpointer: Checkpointer) -> None:
-        if not (self.config.run.resume or self._began):
-            run_folder.refuse_used(self.run_dir, self.world)
-        self._began = True
-        found = checkpointer.latest()
-        if found is not None and self.steps_done == 0:
-            self.load_checkpoint(found)
-            self.console.notice(f"resumed at step {self.steps_done} from {found}")
-        if self.steps_done >= self.config.run.steps:
-            done = f"step {self.steps_done} is done and run.steps = {self.config.run.steps}"
-            self.console.notice(f"nothing to train: {done}; raise it to go on")
-        run_folder.describe_run(self.run_dir, self.config, self.steps_done, self.world, self.console)
+    def introduce(self) -> None:
+        """Say what the run is; files of samples behind where it goes on are dropped."""
         if self.world.is_main and self.writer is not None:
             self.writer.drop_after(self.steps_done)
         self.world.barrier()
@@ -479,29 +445,3 @@ class Trainer:
         """At the place of a run that had the present settings from the start."""
         updates = self.config.algorithm.minibatches_per_step
         return build_schedule(self.optimizer, self.config.optim, self.config.run.steps * updates, steps_done * updates)
-
-    @cached_property
-    def _checkpointer(self) -> Checkpointer:
-        """One, as it has a process group of its own; it loads from any folder."""
-        return Checkpointer(self.run_dir / "checkpoints", self.config.checkpoint, timeout=self.world.timeout)
-
-    @property
-    def _others(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
-        """What a checkpoint holds beside the policy."""
-        return {} if self.critic is None else {"critic": (self.critic.module, self.critic.optimizer)}
-
-    def _save(self, checkpointer: Checkpointer, metrics: dict[str, float]) -> None:
-        checkpointer.save(
-            self.steps_done,
-            model=self.policy.module,
-            optimizer=self.optimizer,
-            others=self._others,
-            extra={
-                "step": self.steps_done,
-                "policy_version": self.policy_version,
-                "groups": self.groups_done,
-                "model": self.config.model.path,
-                "source": self.source.state(),
-            },
-            metrics=metrics,
-        )
