@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lightrl.config.problems import ConfigError
     from lightrl.config.schema import Config
     from lightrl.errors import UserError
+    from lightrl.training.dpo import DPOTrainer
+    from lightrl.training.reward_model import RewardModelTrainer
     from lightrl.training.sft import SFTTrainer
     from lightrl.training.trainer import Trainer
     from lightrl.types import Microbatch, Prompt, Sample, SampleGroup, Status
@@ -25,8 +27,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "Config": "lightrl.config.schema",
     "ConfigError": "lightrl.config.problems",
+    "DPOTrainer": "lightrl.training.dpo",
     "Microbatch": "lightrl.types",
     "Prompt": "lightrl.types",
+    "RewardModelTrainer": "lightrl.training.reward_model",
     "SFTTrainer": "lightrl.training.sft",
     "Sample": "lightrl.types",
     "SampleGroup": "lightrl.types",
@@ -40,8 +44,10 @@ _HOMES = {
 __all__ = [
     "Config",
     "ConfigError",
+    "DPOTrainer",
     "Microbatch",
     "Prompt",
+    "RewardModelTrainer",
     "SFTTrainer",
     "Sample",
     "SampleGroup",

@@ -24,7 +24,7 @@ LIBRARY = (
 # Each room may import itself; the standard library is free.
 RULES = {
     # the lazy names
-    "": " | lightrl.config lightrl.errors lightrl.training.sft lightrl.training.trainer lightrl.types",
+    "": " | lightrl.config lightrl.errors lightrl.training lightrl.types",
     "__main__": "lightrl.cli |",
     "cli": "typer lightrl.errors lightrl.ending lightrl.threads | lightrl",
     "ending": "lightrl.errors | torch.distributed.elastic",
@@ -45,7 +45,7 @@ RULES = {
     "sync": f"torch safetensors {SECTION} lightrl.engine.base lightrl.distributed |",
     "observe": f"torch rich {SECTION} | matplotlib wandb",
     "data": f"numpy {SECTION} lightrl.hooks | datasets pyarrow transformers",
-    "rewards": f"{SECTION} lightrl.hooks | math_verify torch",
+    "rewards": f"{SECTION} lightrl.hooks | math_verify torch transformers",
     "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models |",
     "engine.sglang": f"torch {SECTION} lightrl.distributed.waiting lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",

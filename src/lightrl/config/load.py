@@ -17,10 +17,10 @@ from pydantic_core import ErrorDetails
 from lightrl.config.dump import dump_toml
 from lightrl.config.fields import bare, code_in, hint_at, hints, range_text, sections, toml, type_prose
 from lightrl.config.lines import Path, dotted
+from lightrl.config.preferences import command_problems
 from lightrl.config.problems import ConfigError, Problems
 from lightrl.config.rundir import holds_run, newest_state, order_fault, run_dir_fault, used_dir_fault
 from lightrl.config.schema import Config
-from lightrl.config.sft import sft_problems
 from lightrl.config.sources import Sources, short
 
 __all__ = ["ConfigError", "dump_toml", "load_config", "load_for_run", "model_fault", "placed"]
@@ -50,19 +50,19 @@ def load_for_run(
     overrides: Sequence[str],
     *,
     evaluate: bool = False,
-    sft: bool = False,
+    command: str = "train",
     code_fault: Callable[[str, str], str | None] = lambda _key, _name: None,
 ) -> Config:
     """`load_config`, and what can be told before torch is imported: required keys are set, local files exist, and the
     run may have its folder. `code_fault(key, name)` says of each rule and function named why there is none, or None.
 
-    With `evaluate`, there also has to be a set to evaluate; with `sft`, the rules of `lightrl sft` hold.
+    With `evaluate`, there also has to be a set to evaluate; for a `command` of its own, such as sft, its rules hold.
     """
     config, sources = _load(paths, overrides, {})
     if config is not None and not sources.broken:
         for key, what in config.required():
             _add(sources, key, f"not set; {what}")
-        for key, what in sft_problems(config) if sft else ():
+        for key, what in command_problems(config, command):
             _add(sources, key, what)
         if evaluate and not config.eval.sets:
             _add(sources, "eval.sets", "nothing to evaluate; add an [[eval.sets]] table with a name and a path")
@@ -220,7 +220,8 @@ def _check_files(config: Config, sources: Sources) -> None:
         if _is_local(place) and not FilePath(place).expanduser().exists():
             _add(sources, key, f"no such file or folder: {place}")
     models = [(("model", name), getattr(config.model, name)) for name in ("path", "tokenizer", "reference_path")]
-    for key, value in [*models, (("critic", "path"), config.critic.path)]:
+    models += [(("critic", "path"), config.critic.path), (("dpo", "reference_path"), config.dpo.reference_path)]
+    for key, value in models:
         if value and (fault := model_fault(value)) is not None:
             _add(sources, key, fault)
 

@@ -92,7 +92,8 @@ def of_schedules(config: Config) -> Problems:
     for name, optim in (("optim", config.optim), ("critic_optim", config.critic_optim)):
         if optim.schedule == "wsd" and optim.decay_steps == 0:
             problems.append((f"{name}.decay_steps", f"{name}.schedule = 'wsd' needs decay_steps > 0"))
-        if config.sft.epochs is None and optim.warmup_steps + optim.decay_steps > updates:
+        by_epochs = any(section.epochs is not None for section in (config.sft, config.dpo, config.rm))
+        if not by_epochs and optim.warmup_steps + optim.decay_steps > updates:
             problems.append(
                 (
                     f"{name}.warmup_steps",

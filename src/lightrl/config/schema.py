@@ -18,6 +18,8 @@ from lightrl.config import rules
 from lightrl.config.correction import CorrectionConfig as CorrectionConfig
 from lightrl.config.estimators import Estimator, estimator
 from lightrl.config.kinds import STRICT, Code, Count, Fraction, NonNegative, PositiveFloat, PositiveInt, Seconds
+from lightrl.config.preferences import DPOConfig as DPOConfig
+from lightrl.config.preferences import RMConfig as RMConfig
 from lightrl.config.sft import SFTConfig as SFTConfig
 
 
@@ -477,6 +479,8 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    rm: RMConfig = field(default_factory=RMConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     critic_optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)

@@ -9,22 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightrl.config.schema import DataConfig, SFTConfig
+from lightrl.data.encoding import RowEncoder, usual
 from lightrl.data.errors import BadRows, DataError
-from lightrl.data.render import RowError, RowReader, encodable, kind_of
+from lightrl.data.render import RowError, RowReader, kind_of
 from lightrl.data.rows import read_rows
-from lightrl.data.turns import ConversationEncoder, Message, TurnError
-
-# Names of the other usual shape, {"from": "human", "value": "…"}, that of ShareGPT and OpenHermes.
-_SPEAKERS = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
+from lightrl.data.turns import Message, TurnError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +82,7 @@ def load_conversations(
     limit = min(context_length, sft.max_tokens or context_length)
     reason = "the model's context" if limit == context_length else "sft.max_tokens"
     kept, notice = _hold_to_limit(found, limit, reason, data.overlong)
-    notices = tuple(text for text in (notice, *reader.notices()) if text)
+    notices = tuple(text for text in (notice, *reader.encoder.notices()) if text)
     return ConversationSet(conversations=kept, limit=limit, notices=notices)
 
 
@@ -103,15 +92,7 @@ class _Reader:
     def __init__(self, data: DataConfig, sft: SFTConfig, tokenizer: Any, end_ids: Sequence[int]) -> None:
         self.data, self.sft, self.tokenizer = data, sft, tokenizer
         self.rows = RowReader(data, tokenizer)
-        self.encoder: ConversationEncoder | None = None
-        if data.apply_chat_template:
-            kwargs, appended = data.chat_template_kwargs, _token_id(tokenizer, sft.end_of_turn)
-            try:
-                self.encoder = ConversationEncoder(tokenizer, kwargs, end_ids=end_ids, end_of_turn=appended)
-            except TurnError as error:
-                raise DataError(f"model.tokenizer: {error}") from error
-        elif sft.end_of_turn is not None:
-            raise DataError("sft.end_of_turn: only used with data.apply_chat_template = true: remove it")
+        self.encoder = RowEncoder(data, tokenizer, end_ids, sft.end_of_turn, "sft.end_of_turn")
 
     def read(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """Ids and mask of a row. Raises RowError or TurnError."""
@@ -129,67 +110,15 @@ class _Reader:
             )
         if isinstance(value, str) and label is None:
             raise RowError(f"field {data.input_key!r} (data.input_key) is a string: name its answer by data.label_key")
-        if self.encoder is None:
-            return self._plain(value, label)
+        if not data.apply_chat_template:
+            return self.encoder.plain(value, label, f"field {data.input_key!r} (data.input_key)")
         given: list[Any] = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        messages = self.rows.messages([_usual(m) for m in given], answered=label is None)
+        messages = self.rows.messages([usual(m) for m in given], answered=label is None)
         if label is not None:
             messages.append({"role": "assistant", "content": label})
-        if not encodable(json.dumps(messages, ensure_ascii=False, default=str)):
-            raise RowError("holds half a character (a lone surrogate such as \\ud800): correct or remove the row")
         messages = self.rows.with_system_prompt(messages)
         trained = _trained(messages, self.sft.train_on)
-        bare = [{k: v for k, v in m.items() if k not in ("train", "weight")} for m in messages]
-        return self.encoder(bare, trained, tools)
-
-    def _plain(self, text: Any, answer: Any) -> tuple[list[int], list[int]]:
-        """Without a template: the prompt as the tokenizer writes it, the answer, and its end-of-sequence token."""
-        if isinstance(text, list):
-            raise RowError("chat messages need the chat template: set data.apply_chat_template = true")
-        if not (encodable(text) and encodable(answer)):
-            raise RowError("holds half a character (a lone surrogate such as \\ud800): correct or remove the row")
-        prompt = list(self.tokenizer(text, verbose=False)["input_ids"])
-        response = list(self.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
-        if self.tokenizer.eos_token_id is not None:
-            response.append(self.tokenizer.eos_token_id)
-        if not prompt:
-            raise RowError(f"field {self.data.input_key!r} (data.input_key) has no tokens: remove the row")
-        return prompt + response, [0] * len(prompt) + [1] * len(response)
-
-    def notices(self) -> list[str]:
-        """What the template does that is worth knowing."""
-        found = []
-        if self.encoder is not None and self.encoder.unended:
-            found.append(
-                f"data: in {self.encoder.unended} conversations the chat template writes no token that ends the last "
-                "answer, so stopping there is not learned: name one by sft.end_of_turn"
-            )
-        if self.encoder is not None and self.encoder.unlike_prompts:
-            found.append(
-                f"data: before {self.encoder.unlike_prompts} turns the chat template writes something else in a "
-                "conversation than in a prompt (thoughts, system message): the model learns to answer the former"
-            )
-        return found
-
-
-def _token_id(tokenizer: Any, token: str | None) -> int | None:
-    if token is None:
-        return None
-    ids = list(tokenizer(token, add_special_tokens=False)["input_ids"])
-    if len(ids) != 1:
-        raise DataError(f"sft.end_of_turn: {token!r} is {len(ids)} tokens of this tokenizer: name one that is one")
-    return int(ids[0])
-
-
-def _usual(message: Any) -> Any:
-    """{"from", "value"} as {"role", "content"}; anything else as it is."""
-    if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= message.keys():
-        return message
-    speaker = message["from"]
-    if speaker not in _SPEAKERS:
-        raise RowError(f"a message is from {speaker!r}: known are {', '.join(_SPEAKERS)}")
-    others = {k: v for k, v in message.items() if k not in ("from", "value")}
-    return {"role": _SPEAKERS[speaker], "content": message["value"], **others}
+        return self.encoder.chat(messages, trained, tools)
 
 
 def _trained(messages: Sequence[Message], train_on: str) -> list[bool]:

@@ -97,13 +97,11 @@ class RowReader:
         )
 
     def field(self, row: Mapping[str, Any], name: str, key: str) -> Any:
-        """A field that the row must have; `key` is the `[data]` key that names it."""
+        """A field that the row must have; `key` is the one that names it, of `[data]` where it has no section."""
         if name in row:
             return row[name]
-        has = ", ".join(map(str, row)) or "none"
-        raise RowError(
-            f"no field {name!r}{nearest(name, row)}: set data.{key} to the right one; the row has: {has[:300]}"
-        )
+        has, key = ", ".join(map(str, row)) or "none", key if "." in key else f"data.{key}"
+        raise RowError(f"no field {name!r}{nearest(name, row)}: set {key} to the right one; the row has: {has[:300]}")
 
     def parsed(self, row: Mapping[str, Any], key: str, kind: type, kind_name: str) -> Any:
         """An optional dict or list; parquet files often hold it as a JSON string."""
@@ -122,9 +120,12 @@ class RowReader:
             raise RowError(f"field {name!r} (data.{key}) must be {kind_name}, found {kind_of(value)}")
         return value
 
-    def messages(self, value: list[Any], *, answered: bool = False) -> list[dict[str, Any]]:
-        """The messages of a row, checked. `answered`: they may end with the assistant's, as those to train on do."""
-        name = f"field {self.config.input_key!r} (data.input_key)"
+    def messages(self, value: list[Any], *, answered: bool = False, name: str | None = None) -> list[dict[str, Any]]:
+        """The messages of a row, checked. `answered`: they may end with the assistant's, as those to train on do.
+
+        `name` is that of their field, for messages; default: that of prompts.
+        """
+        name = name or f"field {self.config.input_key!r} (data.input_key)"
         if not self.config.apply_chat_template:
             raise RowError(f"{name} holds chat messages: set data.apply_chat_template = true")
         if not value:

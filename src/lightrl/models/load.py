@@ -61,18 +61,24 @@ def load_config_and_tokenizer(
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Config and tokenizer of a causal LM, from a folder or the hub. Every failure is a one-line `UserError`."""
     config = load_model_config(path, revision, trust_remote_code)
+    return config, load_tokenizer(path, revision, tokenizer, trust_remote_code)
+
+
+def load_tokenizer(
+    path: str, revision: str | None = None, tokenizer: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer named, or else the model's."""
     source = tokenizer or path
     key = "model.tokenizer" if tokenizer else "model.path"
     _check_local(source, key)
     try:
-        loaded = AutoTokenizer.from_pretrained(
+        return AutoTokenizer.from_pretrained(
             os.path.expanduser(source),
             revision=revision if source == path else None,
             trust_remote_code=trust_remote_code,
         )
     except Exception as error:
         raise _load_error(key, source, "tokenizer", error) from error
-    return config, loaded
 
 
 def load_model_config(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -113,6 +119,14 @@ def eos_token_ids(
         if ids is not None:
             found.update(ids if isinstance(ids, list | tuple) else [ids])
     return sorted(found)
+
+
+def pad_token_id(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """What a sequence classifier takes for padding: the config's; where that names none, the tokenizer's, or its end of
+    sequence, as exported configs then do."""
+    text_config = config.get_text_config()
+    candidates = (text_config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in candidates if token is not None and 0 <= token < text_config.vocab_size), None)
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, **kwargs: Any) -> PreTrainedModel:

@@ -13,10 +13,13 @@ from lightrl.config.load import load_config
 from lightrl.errors import UserError
 from lightrl.models.export import MAX_SHARD_BYTES, export_dtype, write_hf_folder
 from lightrl.models.load import (
+    VALUE_HEAD,
     empty_model,
     empty_value_model,
     load_model_config,
+    load_tokenizer,
     load_value_config,
+    pad_token_id,
     persistent_tensors,
     resolve_checkpoint,
     stored_dtype,
@@ -33,7 +36,7 @@ _PREFIXES = ("model.model.", "model.")
 def export_run(source: Path, out: Path, dtype: str = "auto", *, critic: bool = False) -> Path:
     """Export a run folder's newest checkpoint, or one checkpoint folder, to `out`; returns the checkpoint taken.
 
-    The policy, or the `critic` as a sequence classifier of one label.
+    The policy, or as sequence classifiers of one label the `critic`, and what `lightrl rm` trained.
 
     `dtype`: bfloat16, float16, float32, or auto for the type of the checkpoint that the run started from. The whole
     model is never in memory, only a file of it at a time.
@@ -51,8 +54,13 @@ def export_run(source: Path, out: Path, dtype: str = "auto", *, critic: bool = F
     settings = critic_model(run) if critic else run.model
     original = resolve_checkpoint(settings.path, settings.revision, weights=False)
     config: PretrainedConfig
-    if critic:
-        config = load_value_config(original, settings.trust_remote_code)
+    rewards = not critic and any(prefix + VALUE_HEAD in tensors for prefix in _PREFIXES)  # a run of `lightrl rm`
+    if critic or rewards:
+        key = "critic.path" if critic else "model.path"
+        config = load_value_config(original, settings.trust_remote_code, key=key)
+        if rewards:
+            tokenizer = load_tokenizer(settings.path, settings.revision, settings.tokenizer, settings.trust_remote_code)
+            config.get_text_config().pad_token_id = pad_token_id(config, tokenizer)
         model = empty_value_model(config, trust_remote_code=settings.trust_remote_code)
     else:
         config = load_model_config(str(original), trust_remote_code=settings.trust_remote_code)

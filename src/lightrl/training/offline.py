@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightrl.config.preferences import command_problems
 from lightrl.config.schema import Config, DataConfig
-from lightrl.config.sft import sft_problems
 from lightrl.data import PromptSource
 from lightrl.data.source import RowSet
 from lightrl.distributed.fsdp import set_gradient_sync
@@ -41,7 +41,7 @@ from lightrl.training.value_model import ValueModel
 from lightrl.types import Microbatch
 
 _OF_RL = ("reward", "rollout", "engine", "sync", "algorithm", "correction", "critic", "critic_optim")
-_COMMANDS = ("sft",)
+_COMMANDS = ("sft", "dpo", "rm")
 _EVAL_BATCH = 256  # rows of a set that are planned and packed together
 
 Row = TypeVar("Row")
@@ -81,7 +81,7 @@ class OfflineTrainer(ABC, Generic[Row]):
 
     def __init__(self, config: Config, *, claim: bool = False) -> None:
         setup.check(config)
-        if problems := sft_problems(config):
+        if problems := command_problems(config, self.command):
             raise UserError("; ".join(f"{key}: {text}" for key, text in problems))
         self.config, self.section = config, getattr(config, self.command)
         self.world = init_world(config.run.device, config.parallel.shard_size, config.parallel.timeout)
@@ -94,6 +94,7 @@ class OfflineTrainer(ABC, Generic[Row]):
         self._torn = False  # an update was interrupted: weights and gradients are between two steps
         with self.loop.opening():
             self._load_data()
+            self.check_models()
             self.loop.check_resume(self.source)
             torch.manual_seed(config.run.seed)
             set_deterministic(config.run.deterministic)
@@ -104,9 +105,8 @@ class OfflineTrainer(ABC, Generic[Row]):
 
     def _load_data(self) -> None:
         config, model = self.config, self.config.model
-        self.hf_config, self.tokenizer = load.load_config_and_tokenizer(
-            model.path, model.revision, model.tokenizer, model.trust_remote_code
-        )
+        self.hf_config = self.load_config()
+        self.tokenizer = load.load_tokenizer(model.path, model.revision, model.tokenizer, model.trust_remote_code)
         folder = load.resolve_checkpoint(model.path, model.revision, weights=False)
         self.end_ids = load.eos_token_ids(str(folder), self.hf_config, self.tokenizer)
         self.context_length = load.context_length(self.hf_config) or setup.UNKNOWN_CONTEXT
@@ -125,6 +125,11 @@ class OfflineTrainer(ABC, Generic[Row]):
 
     # ---- what a kind of training is
 
+    def load_config(self) -> Any:
+        """The Hugging Face config of what is trained. UserError for models that cannot be."""
+        model = self.config.model
+        return load.load_model_config(model.path, model.revision, model.trust_remote_code)
+
     @abstractmethod
     def read(self, data: DataConfig) -> RowSet[Row]:
         """The rows of `data`, with `notices` on them. Needs the tokenizer, no model."""
@@ -140,6 +145,9 @@ class OfflineTrainer(ABC, Generic[Row]):
     @abstractmethod
     def terms(self, batch: Microbatch, rows: Sequence[Row]) -> Terms:
         """Loss and metrics of a microbatch of a batch of `rows`; every rank calls it as often."""
+
+    def check_models(self) -> None:
+        """UserError for other models that do not fit, before one is loaded."""
 
     def complete(self, batch: Sequence[Microbatch], rows: Sequence[Row]) -> None:
         """Add what the loss needs of other models."""
@@ -172,6 +180,10 @@ class OfflineTrainer(ABC, Generic[Row]):
 
     def pack(self, rows: Sequence[Row]) -> list[Microbatch]:
         """This rank's microbatches of one update on these rows: as many on every rank."""
+        return self.pack_for([self.model], rows, self.cost)
+
+    def pack_for(self, models: Sequence[Policy | ValueModel], rows: Sequence[Row], cost: CostModel) -> list[Microbatch]:
+        """`pack`, for models that all have to take what is packed."""
         parallel = self.config.parallel
         mine = deal(self.world, list(enumerate(rows)))
         (minibatch,) = build_minibatches(
@@ -179,12 +191,12 @@ class OfflineTrainer(ABC, Generic[Row]):
             self.world,
             minibatches=1,
             max_tokens=parallel.max_tokens_per_microbatch,
-            share_prompts=parallel.share_prompts and self.model.module.packed and self.one_unit_a_row,
+            share_prompts=parallel.share_prompts and self.one_unit_a_row and all(m.module.packed for m in models),
             whole_groups=self.one_unit_a_row,
             skip_zero_advantage=False,
             aggregation="token_mean",
             constant_length=1,
-            cost=self.cost,
+            cost=cost,
         )
         return [trained_rows(microbatch) for microbatch in minibatch]
 
@@ -219,7 +231,7 @@ class OfflineTrainer(ABC, Generic[Row]):
         with timer("evaluate"):
             for name, rows in self.eval_sets.items():
                 tally, prefix = Tally(), f"eval/{name}/"
-                for part in _parts(rows):
+                for part in parts(rows):
                     batch = self.pack(part)
                     self.complete(batch, part)
                     for terms in (self.terms(microbatch, part) for microbatch in batch):
@@ -301,7 +313,7 @@ class OfflineTrainer(ABC, Generic[Row]):
         return build_schedule(self.optimizer, self.config.optim, self.total_steps, self.steps_done)
 
 
-def _parts(rows: RowSet[Row]) -> list[list[Row]]:
+def parts(rows: RowSet[Row]) -> list[list[Row]]:
     """All rows, a list for each time that a set is packed."""
     every = [rows[i] for i in range(len(rows))]
     return [every[start : start + _EVAL_BATCH] for start in range(0, len(every), _EVAL_BATCH)]

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from lightrl.config.load import model_fault
 from lightrl.config.rundir import newest_state, run_dir_fault
-from lightrl.config.schema import Config, EngineConfig, ParallelConfig, RunConfig, SyncConfig
+from lightrl.config.schema import Config, EngineConfig, ModelConfig, ParallelConfig, RunConfig, SyncConfig
 from lightrl.data import PromptSource
 from lightrl.data.conversations import Conversation
 from lightrl.distributed.mesh import World, consecutive_group
@@ -48,8 +48,9 @@ def check(config: Config) -> None:
         value = getattr(config.model, key)
         if value and (fault := model_fault(value)) is not None:
             problems.append((f"model.{key}", fault))
-    if config.critic.path and (fault := model_fault(config.critic.path)) is not None:
-        problems.append(("critic.path", fault))
+    for name, value in (("critic.path", config.critic.path), ("dpo.reference_path", config.dpo.reference_path)):
+        if value and (fault := model_fault(value)) is not None:
+            problems.append((name, fault))
     if "wandb" in config.log.trackers and find_spec("wandb") is None:
         problems.append(("log.trackers", "wandb is not installed: pip install wandb, or take 'wandb' out"))
     if problems:
@@ -146,33 +147,45 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
     """UserError for a reference or a critic without the policy's tokens: it could say nothing of them."""
     paths = [("model.reference_path", "reference", config.model.reference_path if config.algorithm.kl_coef else None)]
     paths.append(("critic.path", "critic", config.critic.path if config.algorithm.estimator.critic else None))
-    needed = min(int(hf_config.get_text_config().vocab_size), len(tokenizer))  # some pad their embeddings, others not
+    needed = num_tokens(hf_config, tokenizer)
     for key, what, path in paths:
-        if path is None:
-            continue
-        folder = load.resolve_checkpoint(path, weights=False, key=key)
-        theirs = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
-        size = int(theirs.get_text_config().vocab_size)
-        if size < needed:
-            same = "an earlier checkpoint of the same model" if what == "reference" else "a model with its tokenizer"
-            raise UserError(
-                f"{key}: {path} has {size} tokens, the policy {needed}: a {what} has the policy's vocabulary; "
-                f"name {same}"
-            )
-        check_parallel(config.parallel, theirs, f"{key} = {path}", needs_experts=False)
+        if path is not None:
+            check_same_tokens(config, key, what, path, needed)
     if config.algorithm.estimator.critic:
         model = critic_model(config)
         folder = load.resolve_checkpoint(model.path, model.revision, weights=False, key="critic.path")
         load.load_value_config(folder, model.trust_remote_code)
 
 
+def num_tokens(hf_config: Any, tokenizer: Any) -> int:
+    """That a model knows: some pad their embeddings, others not."""
+    return min(int(hf_config.get_text_config().vocab_size), len(tokenizer))
+
+
+def check_same_tokens(config: Config, key: str, what: str, path: str, needed: int) -> None:
+    """UserError where the model at `path`, which `key` names, has fewer tokens than the policy."""
+    folder = load.resolve_checkpoint(path, weights=False, key=key)
+    theirs = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    size = int(theirs.get_text_config().vocab_size)
+    if size < needed:
+        same = "an earlier checkpoint of the same model" if what == "reference" else "a model with its tokenizer"
+        raise UserError(
+            f"{key}: {path} has {size} tokens, the policy {needed}: a {what} has the policy's vocabulary; name {same}"
+        )
+    check_parallel(config.parallel, theirs, f"{key} = {path}", needs_experts=False)
+
+
 def load_reference(config: Config, world: World) -> Policy | None:
     """The frozen reference, when the KL has a weight."""
     if config.algorithm.kl_coef == 0:
         return None
-    model = config.model
-    if model.reference_path is not None:
-        model = replace(model, path=model.reference_path, revision=None)
+    return frozen_reference(config.model, config.model.reference_path, world)
+
+
+def frozen_reference(model: ModelConfig, path: str | None, world: World) -> Policy:
+    """The policy's start, or what is at `path`, without gradients."""
+    if path is not None:
+        model = replace(model, path=path, revision=None)
     return Policy.load(model, world, frozen=True)
 
 

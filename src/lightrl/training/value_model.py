@@ -61,12 +61,11 @@ class ValueModel:
     @classmethod
     def load(cls, config: ModelConfig, world: World, *, key: str, pad_token_id: int | None = None) -> ValueModel:
         """Stream `config.path`, a causal LM or a sequence classifier of one label, into shards. A causal LM gets a new
-        head, of zeros. `key` is the config's, for messages; `pad_token_id` for a checkpoint that names none."""
+        head, of zeros. `key` is the config's, for messages; `pad_token_id` goes into the config."""
         source = load.resolve_checkpoint(config.path, config.revision, key=key)
         hf_config = load.load_value_config(source, config.trust_remote_code, key=key)
-        text_config = hf_config.get_text_config()
-        if text_config.pad_token_id is None:
-            text_config.pad_token_id = pad_token_id
+        if pad_token_id is not None:
+            hf_config.get_text_config().pad_token_id = pad_token_id
         model = load.empty_value_model(hf_config, trust_remote_code=config.trust_remote_code)
         head: Any = model.score
         head.keeps_float32 = True  # values are regressed: bfloat16 would round them to 3 digits
