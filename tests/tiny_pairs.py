@@ -76,25 +76,3 @@ def logprobs(model: Any, folder: Path, row: dict[str, Any], side: str) -> Any:
     ids, counts = encoded(folder, row, side)
     all_logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     return torch.stack([all_logprobs[i, ids[i + 1]] for i in range(len(ids) - 1) if counts[i + 1]])
-
-
-def train(command: str, folder: str, overrides: str = "{}") -> None:
-    """Entry of child processes: train the run in `folder` with more sections as JSON."""
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).parent))
-    from lightrl.distributed.mesh import close_world
-    from lightrl.training.dpo import DPOTrainer
-    from lightrl.training.reward_model import RewardModelTrainer
-
-    config = make_run(Path(folder), **json.loads(overrides))
-    trainer = {"dpo": DPOTrainer, "rm": RewardModelTrainer}[command](config)
-    trainer.train()
-    trainer.close()
-    close_world()
-
-
-if __name__ == "__main__":
-    import sys
-
-    train(*sys.argv[1:])
