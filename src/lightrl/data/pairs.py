@@ -167,7 +167,7 @@ class _Reader:
         )
 
     def _answer(self, row: Mapping[str, Any], name: str, key: str) -> Any:
-        value = self.rows.field(row, name, f"{self.section}.{key}")
+        value = self.rows.field(row, name, key, self.section)
         if not isinstance(value, str | list):
             raise RowError(f"{self._name(name, key)} must be text or a list of chat messages, found {kind_of(value)}")
         return value
@@ -183,7 +183,7 @@ class _Reader:
         name = self.config.margin_key if isinstance(self.config, RMConfig) else None
         if name is None:
             return 0.0
-        value = self.rows.field(row, name, "rm.margin_key")
+        value = self.rows.field(row, name, "margin_key", "rm")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             shown = value if isinstance(value, float) else kind_of(value)
             raise RowError(f"{self._name(name, 'margin_key')} must be a finite number, found {shown}")

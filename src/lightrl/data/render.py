@@ -96,12 +96,14 @@ class RowReader:
             index=0, tokens=[], text=text, messages=messages, label=label, metadata=metadata, tools=tools, source=source
         )
 
-    def field(self, row: Mapping[str, Any], name: str, key: str) -> Any:
-        """A field that the row must have; `key` is the one that names it, of `[data]` where it has no section."""
+    def field(self, row: Mapping[str, Any], name: str, key: str, section: str = "data") -> Any:
+        """A field that the row must have; `key` of `section` is the one that names it."""
         if name in row:
             return row[name]
-        has, key = ", ".join(map(str, row)) or "none", key if "." in key else f"data.{key}"
-        raise RowError(f"no field {name!r}{nearest(name, row)}: set {key} to the right one; the row has: {has[:300]}")
+        has = ", ".join(map(str, row)) or "none"
+        raise RowError(
+            f"no field {name!r}{nearest(name, row)}: set {section}.{key} to the right one; the row has: {has[:300]}"
+        )
 
     def parsed(self, row: Mapping[str, Any], key: str, kind: type, kind_name: str) -> Any:
         """An optional dict or list; parquet files often hold it as a JSON string."""
