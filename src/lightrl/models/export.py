@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
 from lightrl.errors import UserError
-from lightrl.models.load import INDEX_FILE, PICKLED_SUFFIXES, persistent_tensors, whole_tensor
+from lightrl.models.load import INDEX_FILE, PICKLED_SUFFIXES, persistent_tensors
 from lightrl.models.names import kept_names
+from lightrl.models.shards import whole_tensor
 
 MAX_SHARD_BYTES = 5 * 1000**3
 _WEIGHT_SUFFIXES = (".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".npz", *PICKLED_SUFFIXES)

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -39,6 +37,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from lightrl.errors import UserError
 from lightrl.models.names import boxes, persistent_tensors
 from lightrl.models.quantized import Form, Opener, Reader, without_quantization
+from lightrl.models.shards import local_shard
 from lightrl.wrappers import clean_name
 
 logger = logging.getLogger(__name__)
@@ -61,36 +60,41 @@ def load_config_and_tokenizer(
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Config and tokenizer of a causal LM, from a folder or the hub. Every failure is a one-line `UserError`."""
     config = load_model_config(path, revision, trust_remote_code)
-    return config, load_tokenizer(path, revision, tokenizer, trust_remote_code)
+    source = tokenizer or path
+    return config, load_tokenizer(
+        source,
+        revision if source == path else None,
+        trust_remote_code,
+        key="model.tokenizer" if tokenizer else "model.path",
+    )
 
 
 def load_tokenizer(
-    path: str, revision: str | None = None, tokenizer: str | None = None, trust_remote_code: bool = False
+    path: str, revision: str | None = None, trust_remote_code: bool = False, *, key: str = "model.tokenizer"
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer named, or else the model's."""
-    source = tokenizer or path
-    key = "model.tokenizer" if tokenizer else "model.path"
-    _check_local(source, key)
+    """From a folder or the hub; `key` is the config's, for messages."""
+    _check_local(path, key)
     try:
-        return AutoTokenizer.from_pretrained(
-            os.path.expanduser(source),
-            revision=revision if source == path else None,
-            trust_remote_code=trust_remote_code,
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            os.path.expanduser(path), revision=revision, trust_remote_code=trust_remote_code
         )
     except Exception as error:
-        raise _load_error(key, source, "tokenizer", error) from error
+        raise _load_error(key, path, "tokenizer", error) from error
+    return loaded
 
 
-def load_model_config(path: str, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Config of a causal LM, checked to be one that can be trained."""
-    _check_local(path, "model.path")
+def load_model_config(
+    path: str, revision: str | None = None, trust_remote_code: bool = False, *, key: str = "model.path"
+) -> PretrainedConfig:
+    """Config of a causal LM, checked to be one that can be trained; `key` is the config's, for messages."""
+    _check_local(path, key)
     try:
         config = AutoConfig.from_pretrained(
             os.path.expanduser(path), revision=revision, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError … here
-        raise _load_error("model.path", path, "config", error) from error
-    _check_causal_lm(config, path)
+        raise _load_error(key, path, "config", error) from error
+    _check_causal_lm(config, path, key)
     return config
 
 
@@ -242,49 +246,6 @@ def _check_causal_lm(config: PretrainedConfig, path: str, key: str = "model.path
     if not known or wrong_head or config.is_encoder_decoder:
         kind = ", ".join(names) or config.model_type
         raise UserError(f"{key}: {path} is not a causal language model ({kind})")
-
-
-# ----- tensors of a model, and this rank's part of them
-
-
-def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a tensor (sharing its memory) and where it starts in the whole; may be empty."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor, (0,) * tensor.ndim
-    if any(p.is_partial() for p in tensor.placements):
-        raise RuntimeError(f"placements {tensor.placements} are not supported: a part of a sum is no part of a tensor")
-    (chunk,) = tensor.__create_chunk_list__()
-    local = tensor.to_local()
-    if tuple(local.shape) != tuple(chunk.sizes):
-        raise RuntimeError(f"local part has shape {tuple(local.shape)}, expected {tuple(chunk.sizes)}")
-    return local, tuple(chunk.offsets)
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank. A collective. Where several axes of its mesh cut it, all parts have one size."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if len(axes) < 2:
-        return tensor.full_tensor()
-    # Which axis cuts first is told by where parts start: FSDP cuts what a rank holds of the experts, an earlier axis.
-    local, offsets = local_shard(tensor)
-    parts, starts = local.contiguous()[None], torch.tensor([offsets], device=local.device)
-    for axis in axes:
-        group = tensor.device_mesh.get_group(axis)
-        parts, starts = _all_of(parts, group), _all_of(starts, group)
-    whole = local.new_empty(tensor.shape)
-    for part, start in zip(parts, starts.tolist(), strict=True):
-        whole[tuple(slice(first, first + size) for first, size in zip(start, part.shape, strict=True))] = part
-    return whole
-
-
-def _all_of(tensor: Tensor, group: Any) -> Tensor:
-    """[n, …] of each rank, one after the other."""
-    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, tensor, group=group)
-    return torch.cat(everyone)
 
 
 # ----- weights

@@ -38,7 +38,7 @@ class RewardModel:
             device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(path, **kwargs)
             model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1, **kwargs)
         except (OSError, ValueError, RuntimeError) as error:
             text = " ".join(str(error).split())[:300]

@@ -49,7 +49,7 @@ class DPOTrainer(OfflineTrainer[Pair]):
             if config.dpo.precompute_reference:
                 self._precompute(self.reference)
                 self.reference = None
-        self.policy = Policy.load(config.model, self.world)
+        self.policy = setup.load_policy(config, self.world)
         return self.policy
 
     @torch.no_grad()

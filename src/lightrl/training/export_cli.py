@@ -17,9 +17,7 @@ from lightrl.models.load import (
     empty_model,
     empty_value_model,
     load_model_config,
-    load_tokenizer,
     load_value_config,
-    pad_token_id,
     persistent_tensors,
     resolve_checkpoint,
     stored_dtype,
@@ -27,6 +25,7 @@ from lightrl.models.load import (
 from lightrl.training.checkpoint import MARKER, find_fault, latest
 from lightrl.training.checkpoint_storage import read_tensors, read_whole
 from lightrl.training.critic import critic_model
+from lightrl.training.value_model import value_config_and_tokenizer
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # The trainer saves its policy module, which holds the Hugging Face model as `model`.
@@ -56,11 +55,10 @@ def export_run(source: Path, out: Path, dtype: str = "auto", *, critic: bool = F
     config: PretrainedConfig
     rewards = not critic and any(prefix + VALUE_HEAD in tensors for prefix in _PREFIXES)  # a run of `lightrl rm`
     if critic or rewards:
-        key = "critic.path" if critic else "model.path"
-        config = load_value_config(original, settings.trust_remote_code, key=key)
         if rewards:
-            tokenizer = load_tokenizer(settings.path, settings.revision, settings.tokenizer, settings.trust_remote_code)
-            config.get_text_config().pad_token_id = pad_token_id(config, tokenizer)
+            config, _ = value_config_and_tokenizer(settings, "model.path")
+        else:
+            config = load_value_config(original, settings.trust_remote_code)
         model = empty_value_model(config, trust_remote_code=settings.trust_remote_code)
     else:
         config = load_model_config(str(original), trust_remote_code=settings.trust_remote_code)

@@ -105,8 +105,7 @@ class OfflineTrainer(ABC, Generic[Row]):
 
     def _load_data(self) -> None:
         config, model = self.config, self.config.model
-        self.hf_config = self.load_config()
-        self.tokenizer = load.load_tokenizer(model.path, model.revision, model.tokenizer, model.trust_remote_code)
+        self.hf_config, self.tokenizer = self.load_config_and_tokenizer()
         folder = load.resolve_checkpoint(model.path, model.revision, weights=False)
         self.end_ids = load.eos_token_ids(str(folder), self.hf_config, self.tokenizer)
         self.context_length = load.context_length(self.hf_config) or setup.UNKNOWN_CONTEXT
@@ -125,10 +124,10 @@ class OfflineTrainer(ABC, Generic[Row]):
 
     # ---- what a kind of training is
 
-    def load_config(self) -> Any:
-        """The Hugging Face config of what is trained. UserError for models that cannot be."""
+    def load_config_and_tokenizer(self) -> tuple[Any, Any]:
+        """Of what is trained. UserError for models that cannot be."""
         model = self.config.model
-        return load.load_model_config(model.path, model.revision, model.trust_remote_code)
+        return load.load_config_and_tokenizer(model.path, model.revision, model.tokenizer, model.trust_remote_code)
 
     @abstractmethod
     def read(self, data: DataConfig) -> RowSet[Row]:

@@ -10,12 +10,11 @@ import torch
 from lightrl.algorithms.preferences import bradley_terry_loss
 from lightrl.config.schema import DataConfig
 from lightrl.data.pairs import Pair, PairSet, load_pairs
-from lightrl.models import load
 from lightrl.observe.console import preference_columns
 from lightrl.training.dpo import eval_names, reward_means
 from lightrl.training.offline import OfflineTrainer, Terms
 from lightrl.training.packing import TrainSample
-from lightrl.training.value_model import ValueModel
+from lightrl.training.value_model import ValueModel, value_config_and_tokenizer
 from lightrl.types import Microbatch
 
 
@@ -30,11 +29,9 @@ class RewardModelTrainer(OfflineTrainer[Pair]):
     columns = preference_columns("rm")
     one_unit_a_row = True
 
-    def load_config(self) -> Any:
+    def load_config_and_tokenizer(self) -> tuple[Any, Any]:
         """Of a causal LM, or of a sequence classifier of one label."""
-        model = self.config.model
-        folder = load.resolve_checkpoint(model.path, model.revision, weights=False)
-        return load.load_value_config(folder, model.trust_remote_code, key="model.path")
+        return value_config_and_tokenizer(self.config.model, "model.path")
 
     def read(self, data: DataConfig) -> PairSet:
         return load_pairs(
@@ -43,12 +40,11 @@ class RewardModelTrainer(OfflineTrainer[Pair]):
             self.tokenizer,
             context_length=self.context_length,
             end_ids=self.end_ids,
-            pad_token_id=load.pad_token_id(self.hf_config, self.tokenizer),
+            pad_token_id=self.hf_config.get_text_config().pad_token_id,
         )
 
     def load_model(self) -> ValueModel:
-        pad = load.pad_token_id(self.hf_config, self.tokenizer)
-        self.rewarder = ValueModel.load(self.config.model, self.world, key="model.path", pad_token_id=pad)
+        self.rewarder = ValueModel.load(self.config.model, self.world, key="model.path", hf_config=self.hf_config)
         return self.rewarder
 
     def samples(self, number: int, row: Pair) -> list[TrainSample]:

@@ -157,6 +157,11 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
         load.load_value_config(folder, model.trust_remote_code)
 
 
+def load_policy(config: Config, world: World) -> Policy:
+    """What is trained."""
+    return Policy.load(config.model, world)
+
+
 def num_tokens(hf_config: Any, tokenizer: Any) -> int:
     """That a model knows: some pad their embeddings, others not."""
     return min(int(hf_config.get_text_config().vocab_size), len(tokenizer))

@@ -8,6 +8,7 @@ from typing import Any
 from lightrl.config.schema import DataConfig
 from lightrl.data.conversations import Conversation, ConversationSet, load_conversations
 from lightrl.observe.console import SFT_COLUMNS
+from lightrl.training import setup
 from lightrl.training.offline import OfflineTrainer, Terms
 from lightrl.training.packing import TrainSample
 from lightrl.training.policy import Policy, to_device
@@ -27,7 +28,7 @@ class SFTTrainer(OfflineTrainer[Conversation]):
         )
 
     def load_model(self) -> Policy:
-        self.policy = Policy.load(self.config.model, self.world)
+        self.policy = setup.load_policy(self.config, self.world)
         return self.policy
 
     def samples(self, number: int, row: Conversation) -> list[TrainSample]:

@@ -42,7 +42,6 @@ from lightrl.training.loop import Loop, State
 from lightrl.training.objective import Objective, normalize_weights
 from lightrl.training.optim import advance, build_optimizer, build_schedule
 from lightrl.training.packing import TrainSample
-from lightrl.training.policy import Policy
 from lightrl.training.update import mismatch_metrics, update
 from lightrl.types import Microbatch, Prompt, SampleGroup
 
@@ -119,7 +118,7 @@ class Trainer:
         config = self.config
         torch.manual_seed(config.run.seed)
         set_deterministic(config.run.deterministic)
-        self.policy = Policy.load(config.model, self.world)
+        self.policy = setup.load_policy(config, self.world)
         self.reference = setup.load_reference(config, self.world)
         self.critic = Critic.build(config, self.world)
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)

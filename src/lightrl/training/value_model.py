@@ -59,13 +59,12 @@ class ValueModel:
     device: torch.device
 
     @classmethod
-    def load(cls, config: ModelConfig, world: World, *, key: str, pad_token_id: int | None = None) -> ValueModel:
+    def load(cls, config: ModelConfig, world: World, *, key: str, hf_config: Any = None) -> ValueModel:
         """Stream `config.path`, a causal LM or a sequence classifier of one label, into shards. A causal LM gets a new
-        head, of zeros. `key` is the config's, for messages; `pad_token_id` goes into the config."""
+        head, of zeros. `key` is the config's, for messages; `hf_config` is in place of the checkpoint's."""
         source = load.resolve_checkpoint(config.path, config.revision, key=key)
-        hf_config = load.load_value_config(source, config.trust_remote_code, key=key)
-        if pad_token_id is not None:
-            hf_config.get_text_config().pad_token_id = pad_token_id
+        if hf_config is None:
+            hf_config = load.load_value_config(source, config.trust_remote_code, key=key)
         model = load.empty_value_model(hf_config, trust_remote_code=config.trust_remote_code)
         head: Any = model.score
         head.keeps_float32 = True  # values are regressed: bfloat16 would round them to 3 digits
@@ -87,3 +86,15 @@ class ValueModel:
     def reclaim(self) -> None:
         """Whole parameters that a forward left behind are freed."""
         fsdp.reshard_all(self.module)
+
+
+def value_config_and_tokenizer(model: ModelConfig, key: str) -> tuple[Any, Any]:
+    """Of a model with a value head to be trained, with the padding token that it is scored before. No weights."""
+    folder = load.resolve_checkpoint(model.path, model.revision, weights=False, key=key)
+    config = load.load_value_config(folder, model.trust_remote_code, key=key)
+    if model.tokenizer is None:
+        tokenizer = load.load_tokenizer(model.path, model.revision, model.trust_remote_code, key=key)
+    else:
+        tokenizer = load.load_tokenizer(model.tokenizer, None, model.trust_remote_code)
+    config.get_text_config().pad_token_id = load.pad_token_id(config, tokenizer)
+    return config, tokenizer
