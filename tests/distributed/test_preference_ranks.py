@@ -18,6 +18,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo_ragged": ("dpo", {"dpo": {"batch_size": 11, "sft_coef": 0.3, "precompute_reference": True}} | RAGGED),
     "dpo_ipo_replicated": ("dpo", {"dpo": {"batch_size": 7, "loss": "ipo"}, "parallel": {"shard_size": 1}}),
     "dpo_one_for_two": ("dpo", {"dpo": {"batch_size": 1}}),
+    "dpo_experts": ("dpo", {"parallel": {"expert_parallel": 2}}),
     "rm_ragged": ("rm", {"rm": {"batch_size": 11, "center_coef": 0.1}} | RAGGED),
     "rm_one_for_two": ("rm", {"rm": {"batch_size": 1}}),
 }
@@ -26,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def first_updates(folder: str) -> None:
     """For each case the gradients of the first update, whole, and its metrics and the evaluation's, to `RANKS.pt`."""
     from lightrl.distributed.mesh import close_world
+    from lightrl.models.shards import whole_tensor
     from lightrl.training.dpo import DPOTrainer
     from lightrl.training.reward_model import RewardModelTrainer
     from lightrl.wrappers import clean_name
@@ -35,17 +37,19 @@ def first_updates(folder: str) -> None:
 
     def look(*_: Any) -> None:
         for name, p in trainer.model.module.named_parameters():
-            gradients[clean_name(name)] = p.grad.full_tensor().clone()
+            gradients[clean_name(name)] = whole_tensor(p.grad).clone()
 
     for case, (command, changes) in CASES.items():
         more = {
             command: {"batch_size": 11},
-            "model": {"path": f"{folder}/{'model' if command == 'dpo' else 'classifier'}"},
             "optim": {"max_grad_norm": 0.0},
             "eval": sets,
         } | changes
+        start = {"dpo": "model", "rm": "classifier"}[command] if case != "dpo_experts" else "experts"
+        more["model"] = {"path": f"{folder}/{start}"}
         if command == "dpo":  # another reference, so that rewards are not 0
-            more["dpo"] = more["dpo"] | {"reference_path": f"{folder}/reference"}
+            other = "reference" if case != "dpo_experts" else "other_experts"
+            more["dpo"] = more["dpo"] | {"reference_path": f"{folder}/{other}"}
         if os.environ.get("WORLD_SIZE", "1") == "1":
             more.pop("parallel", None)
         kind: Any = {"dpo": DPOTrainer, "rm": RewardModelTrainer}[command]
@@ -92,6 +96,9 @@ def test_two_ranks_equal_one_and_go_on_as_one(tmp_path, run_distributed):
     """Packed and not, sharded and replicated, and one pair for two ranks: the other still takes part."""
     tiny_sft.make_model(tmp_path / "model")
     tiny_sft.make_model(tmp_path / "reference", seed=1)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    for seed, name in enumerate(("experts", "other_experts")):
+        tiny_sft.make_model(tmp_path / name, family="qwen3_moe", seed=seed, **sizes)
     make_classifier(tmp_path)
     tiny_pairs.make_data(tmp_path / "data.jsonl", rows=11)
     first_updates(str(tmp_path))

@@ -341,7 +341,7 @@ def test_what_cannot_work_fails_before_the_model_loads(trainer_for, tmp_path, mo
         ("dpo", {"data": {"input_key": "question"}}, r"data\.input_key: lightrl dpo reads pairs: set dpo\.prompt_key"),
         ("rm", {"rm": {"chosen_key": "rejected"}}, r"rm\.rejected_key: .* name three different fields"),
         ("rm", {"data": {"overlong": "truncate"}}, r"data\.overlong: lightrl rm compares whole answers"),
-        ("rm", {"parallel": {"context_parallel": 2}}, r"parallel\.context_parallel: lightrl rm wants all tokens"),
+        ("rm", {"parallel": {"context_parallel": 2}}, r"parallel\.context_parallel: lightrl rm keeps"),
         ("rm", {"eval": {"sets": sets}}, r"eval\.sets\.0\.reward: lightrl rm measures the loss"),
         ("rm", {"checkpoint": {"keep_best": 1}}, r"checkpoint\.best_metric: .* name eval/SET/accuracies"),
         ("rm", {"rm": {"margin_key": "margin"}}, r"data\.jsonl:1: no field 'margin': set rm\.margin_key .* 11 more"),

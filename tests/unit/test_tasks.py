@@ -47,20 +47,20 @@ def test_files_are_the_same_on_every_run(tmp_path: Path) -> None:
     assert digests == {
         "train.jsonl": "8e9ee553d0aae1b212bf6e52305631595c9e91cd33f5b314074f8f439b2a44a6",
         "test.jsonl": "5a977679b2e1c9fdf05b7d2a04725abb2303f3a21a8159820f655f439e6ffc4a",
-        "train_pairs.jsonl": "e3373bc87c2b02f2d7403bf9dc85ff4c8a42701ebba3d3d31738fe5ff453dac8",
-        "test_pairs.jsonl": "30471ea9dea9143ee0a45a9b7c742ac1b28911c77cead2e1c9d9620190cef3e8",
+        "train_pairs.jsonl": "3291330c2fee93a778440ef50c4fb154fc3e7aeea25f614454885518b6c0f160",
+        "test_pairs.jsonl": "dea4e63db61598c28caf793a7a2338e0950d00e3b8d1c1cce061e10c5627714e",
     }
     rows = [json.loads(line) for line in (tmp_path / "data" / "test.jsonl").read_text().splitlines()]
     assert rows == arithmetic()[1]
 
 
-def test_pairs_prefer_what_is_right() -> None:
+def test_pairs_prefer_the_number_alone() -> None:
     train, test = arithmetic()
     for row, pair in zip(train + test, arithmetic_pairs(train) + arithmetic_pairs(test), strict=True):
         assert pair["prompt"] == row["input"]
         (chosen,), (rejected,) = pair["chosen"], pair["rejected"]
         assert chosen == {"role": "assistant", "content": row["label"]}
-        assert 1 <= abs(int(rejected["content"]) - int(row["label"])) <= 3
+        assert rejected == {"role": "assistant", "content": f"The answer is {row['label']}."}
 
 
 def test_another_seed_is_another_split() -> None:

@@ -122,7 +122,4 @@ def _pairs_problems(config: Config, command: str) -> Problems:
         problems.append((f"{command}.rejected_key", text))
     if data.overlong == "truncate":
         problems.append(("data.overlong", f"lightrl {command} compares whole answers: choose 'drop' or 'error'"))
-    if config.parallel.context_parallel > 1:
-        text = f"lightrl {command} wants all tokens of an answer on one rank: set it to 1"
-        problems.append(("parallel.context_parallel", text))
     return problems

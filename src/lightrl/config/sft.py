@@ -43,6 +43,9 @@ def given_rows_problems(config: Config, command: str, metric: str) -> list[tuple
     if config.data.max_prompt_tokens is not None:
         text = f"lightrl {command} limits whole conversations: set {command}.max_tokens"
         problems.append(("data.max_prompt_tokens", text))
+    if config.parallel.context_parallel > 1:
+        text = f"lightrl {command} keeps a conversation on one rank: set it to 1"
+        problems.append(("parallel.context_parallel", text))
     for name in ("add_generation_prompt", "continue_final_message"):
         if name in config.data.chat_template_kwargs:
             problems.append(("data.chat_template_kwargs", f"a conversation is rendered without {name}: remove it"))

@@ -30,16 +30,15 @@ def arithmetic(seed: int = 0) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     return rows[HELD_OUT:], rows[:HELD_OUT]
 
 
-def arithmetic_pairs(rows: list[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Preferences: the right answer to each row, and one that is wrong by at most 3.
+def arithmetic_pairs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Preferences: the number alone, as the system message asks, before a sentence that says it.
 
-    A row: {"prompt": [messages], "chosen": [{"role": "assistant", "content": "3"}], "rejected": [{… "content": "5"}]}.
+    A row: {"prompt": [messages], "chosen": [{"role": "assistant", "content": "3"}], "rejected": [{… "content": "The
+    answer is 3."}]}.
     """
-    rng = random.Random(seed)
     pairs = []
     for row in rows:
-        wrong = int(row["label"]) + rng.choice([-3, -2, -1, 1, 2, 3])
-        sides = {"chosen": row["label"], "rejected": str(wrong)}
+        sides = {"chosen": row["label"], "rejected": f"The answer is {row['label']}."}
         answers = {name: [{"role": "assistant", "content": text}] for name, text in sides.items()}
         pairs.append({"prompt": row["input"], **answers})
     return pairs
@@ -51,7 +50,7 @@ def write_arithmetic(out: Path, seed: int = 0) -> Path:
     train, test = arithmetic(seed)
     out.mkdir(parents=True, exist_ok=True)
     files = {"train": train, "test": test}
-    files |= {f"{name}_pairs": arithmetic_pairs(rows, seed) for name, rows in files.items()}
+    files |= {f"{name}_pairs": arithmetic_pairs(rows) for name, rows in files.items()}
     for name, rows in files.items():
         partial = out / f".{name}.jsonl.partial.{os.getpid()}"
         partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -84,7 +84,8 @@ class OfflineTrainer(ABC, Generic[Row]):
         if problems := command_problems(config, self.command):
             raise UserError("; ".join(f"{key}: {text}" for key, text in problems))
         self.config, self.section = config, getattr(config, self.command)
-        self.world = init_world(config.run.device, config.parallel.shard_size, config.parallel.timeout)
+        parallel = config.parallel
+        self.world = init_world(config.run.device, parallel.shard_size, parallel.timeout, parallel.expert_parallel)
         self.console = Console(config.log, enabled=self.world.is_main, columns=self.columns)
         epochs = self.section.epochs is not None
         ended_by = f"{self.command}.epochs" if epochs else "run.steps"
@@ -106,6 +107,7 @@ class OfflineTrainer(ABC, Generic[Row]):
     def _load_data(self) -> None:
         config, model = self.config, self.config.model
         self.hf_config, self.tokenizer = self.load_config_and_tokenizer()
+        setup.check_parallel(config.parallel, self.hf_config, f"model.path = {model.path}")
         folder = load.resolve_checkpoint(model.path, model.revision, weights=False)
         self.end_ids = load.eos_token_ids(str(folder), self.hf_config, self.tokenizer)
         self.context_length = load.context_length(self.hf_config) or setup.UNKNOWN_CONTEXT
