@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,11 @@ def add_arguments(parser: Any) -> None:
     """Options of this op."""
     parser.add_argument("--only", help=f"recipes, separated by ';': {'; '.join(RECIPES)}")
     parser.add_argument("--seeds", default="0,1,2", help="of the run; one run each")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, OMP_NUM_THREADS threads each")
     parser.add_argument("--logs", type=Path, help="folder for what the runs print; else it is shown")
+    parser.add_argument(
+        "--curves", type=Path, help="folder for rewards of runs; those that are there are not run again"
+    )
     parser.add_argument("flags", nargs="*", help="of `lightrl train`, behind a `--`")
 
 
@@ -62,21 +67,36 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     names = [n.strip() for n in args.only.split(";")] if args.only else list(RECIPES)
     if unknown := [n for n in names if n not in RECIPES]:
         raise SystemExit(f"--only: no recipe {unknown[0]!r}; there are {'; '.join(RECIPES)}")
-    rows, lines = [], ["| recipe | " + " | ".join(f"seed {s}" for s in args.seeds.split(",")) + " |"]
-    lines.append("|---" * lines[0].count(" | ") + "|---|")
+    seeds = [int(s) for s in args.seeds.split(",")]
+    runs = [(name, seed) for seed in seeds for name in names]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        curves = dict(zip(runs, pool.map(lambda r: curve(*r, args), runs), strict=True))
+    rows, lines = [], ["| recipe | " + " | ".join(f"seed {s}" for s in seeds) + " |", "|---" * (len(seeds) + 1) + "|"]
     for name in names:
-        rises, cells = [], []
-        for seed in map(int, args.seeds.split(",")):
-            rewards = train(name, seed, args)
-            first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
-            rises.append(last / max(first, 1e-6))
-            cells.append(f"{first:.2f} → {last:.2f}")
+        ends = [(sum(c[:5]) / 5, sum(c[-5:]) / 5) for c in (curves[name, seed] for seed in seeds)]
+        cells = [f"{first:.2f} → {last:.2f}" for first, last in ends]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-        print(lines[-1], flush=True)
-        rows.append(common.result_row(f"{name}: reward, last 5 steps over first 5", "times", rises, better="higher",
-                                      limit=GOAL, note="; ".join(cells)))  # fmt: skip
+        rows.append(common.result_row(f"{name}: reward, last 5 steps over first 5", "times",
+                                      [last / max(first, 1e-6) for first, last in ends], better="higher", limit=GOAL,
+                                      note="; ".join(cells)))  # fmt: skip
     print("\n".join(["", *lines, ""]))
     return rows
+
+
+def curve(name: str, seed: int, args: argparse.Namespace) -> list[float]:
+    """Mean reward of each step: of a run now, or of one before."""
+    file = args.curves and args.curves / f"{file_name(name, seed)}.json"
+    if file and file.exists():
+        return json.loads(file.read_text())
+    rewards = train(name, seed, args)
+    if file:
+        args.curves.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(rewards))
+    return rewards
+
+
+def file_name(name: str, seed: int) -> str:
+    return f"{name.replace(' ', '_').replace(',', '')}_{seed}"
 
 
 def train(name: str, seed: int, args: argparse.Namespace) -> list[float]:
@@ -88,7 +108,7 @@ def train(name: str, seed: int, args: argparse.Namespace) -> list[float]:
         log = None
         if args.logs is not None:
             args.logs.mkdir(parents=True, exist_ok=True)
-            log = (args.logs / f"{name.replace(' ', '_').replace(',', '')}_{seed}.log").open("wb")
+            log = (args.logs / f"{file_name(name, seed)}.log").open("wb")
         subprocess.run([*command, *RECIPES[name], *args.flags], check=True, cwd=common.ROOT,
                        env=os.environ | {"PYTHONPATH": path}, stdout=log, stderr=log)  # fmt: skip
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()

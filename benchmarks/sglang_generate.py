@@ -48,10 +48,6 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     folder = Path(tempfile.mkdtemp(prefix="lightrl_generate_"))
     config = model_folder(args.shape, folder)
     batch = args.prompts * args.samples
-    peer = common.Worker(
-        "sglang", Path(__file__), [str(folder), str(batch), str(args.prompts), str(args.samples), str(args.tokens)],
-        threads=4, log=folder / "peer.log",
-    )  # fmt: skip
     world = init_world("cuda")
     policy = random_policy(config, world)
     engine = SGLangEngine(
@@ -65,6 +61,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     )  # fmt: skip
     assert child_environment({"RANK": "0"}).keys() == {"PYTHONPATH"}
     engine.load_groups(policy.stream(), 0)
+    # after ours: an engine that starts measures what another one takes meanwhile
+    peer = common.Worker(
+        "sglang", Path(__file__), [str(folder), str(batch), str(args.prompts), str(args.samples), str(args.tokens)],
+        threads=4, log=folder / "peer.log",
+    )  # fmt: skip
     peer.wait_ready()
     rates: dict[str, list[float]] = {"ours": [], "peer": []}
     work = make_prompts(args.prompts)
