@@ -288,6 +288,9 @@ def used_as_critic_and_reward(folder: Path) -> None:
     from lightrl.config.load import load_config
 
     del settings["data"]["label_key"]
+    for wrong in ("nowhere", "model"):  # a causal LM has no head for it
+        with pytest.raises(UserError, match=f"reward model .*{wrong}: not a sequence classifier of one label"):
+            RewardModel(folder / wrong)
     reward = RewardModel(exported)
     rl = Trainer(load_config(**settings), reward=reward)
     metrics = rl.train()

@@ -32,14 +32,17 @@ class RewardModel:
         trust_remote_code: bool = False,
     ) -> None:
         import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
         if device is None:
             device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         try:
+            config = AutoConfig.from_pretrained(path, **kwargs)
+            if config.num_labels != 1 or not any("SequenceClass" in name for name in config.architectures or ()):
+                raise ValueError(f"it is {config.architectures}, with {config.num_labels} labels")  # a head of chance
             self.tokenizer: Any = AutoTokenizer.from_pretrained(path, **kwargs)
-            model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1, **kwargs)
+            model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, **kwargs)
         except (OSError, ValueError, RuntimeError) as error:
             text = " ".join(str(error).split())[:300]
             raise UserError(f"reward model {path}: not a sequence classifier of one label: {text}") from error
