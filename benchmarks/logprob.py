@@ -105,18 +105,12 @@ def plans() -> dict[str, Any]:
     """The ways to cut the work that are compared."""
     from lightrl.kernels.logprob_triton import Plan, Tile
 
-    mib = 1 << 20
-    found: dict[str, Any] = {}
-    for logits, gradient in ((32, 128), (64, 128), (128, 128), (256, 128), (64, 256), (128, 256)):
-        found[f"tiled {logits} MiB, gradient {gradient} MiB"] = Plan(
-            logits_bytes=logits * mib, gradient_bytes=gradient * mib
-        )
     tiles = {
-        "128x256": (Tile(), Tile()),
+        "128x256, groups of 32": (Tile(), Tile()),
         "128x256, 4 stages": (Tile(stages=4), Tile()),
         "128x256, a program a tile": (Tile(programs=0, stages=4), Tile(programs=0)),
         "128x256, groups of 8": (Tile(group=8), Tile(group=8)),
-        "128x256, groups of 32": (Tile(group=32), Tile(group=32)),
+        "128x256, groups of 16": (Tile(group=16), Tile(group=16)),
         "256x128": (Tile(rows=256, columns=128), Tile(rows=256, columns=128)),
         "128x128, two a processor": (
             Tile(columns=128, warps=4, programs=2),
@@ -124,15 +118,9 @@ def plans() -> dict[str, Any]:
         ),
         "128x128, 8 warps": (Tile(columns=128, stages=4), Tile(columns=128, stages=4)),
     }
-    for name, (tile, backward_tile) in tiles.items():
-        found[f"fused {name}"] = Plan(
-            forward="fused",
-            backward="fused",
-            gradient_bytes=256 * mib,
-            max_columns=16_384,
-            tile=tile,
-            backward_tile=backward_tile,
-        )
+    found = {name: Plan(tile=forward, backward_tile=backward) for name, (forward, backward) in tiles.items()}
+    for mib in (128, 512):
+        found[f"{mib} MiB of gradient"] = Plan(gradient_bytes=mib << 20)
     return found
 
 

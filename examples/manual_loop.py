@@ -2,8 +2,8 @@
 
     OMP_WAIT_POLICY=passive torchrun --nproc-per-node 2 examples/manual_loop.py configs/quickstart.toml 5
 
-Left out: evaluation, checkpoints, logs, a reference, whitening, estimators of tokens, `correction.tis_batch_normalize`
-and `score_centering_top_k`, stop strings, `rollout.truncated` other than keep.
+Left out: evaluation, checkpoints, logs, a reference, a teacher, whitening, estimators of tokens,
+`correction.tis_batch_normalize` and `score_centering_top_k`, stop strings, `rollout.truncated` other than keep.
 """
 
 from __future__ import annotations

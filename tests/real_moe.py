@@ -74,22 +74,33 @@ def make_real_moe(source: Path, folder: Path, *, noise: float, layers: int | Non
     return folder
 
 
-def train_with_sglang(model: Path, data: Path, folder: Path, device: str, **engine: Any) -> list[dict[str, float]]:
-    """Metrics of two steps, an update between them, with the mixture in SGLang."""
+def train_with_sglang(
+    model: Path,
+    data: Path,
+    folder: Path,
+    device: str,
+    *,
+    sections: dict[str, dict[str, Any]] | None = None,
+    **engine: Any,
+) -> list[dict[str, float]]:
+    """Metrics of two steps, an update between them, with the mixture in SGLang; `sections` have further keys."""
     from lightrl.config import load_config
     from lightrl.distributed.mesh import close_world
     from lightrl.training.trainer import Trainer
 
-    config = load_config(
-        run={"dir": str(folder / "run"), "device": device, "steps": 2},
-        model={"path": str(model), "compute_dtype": "float32" if device == "cpu" else "bfloat16"},
-        data={"path": str(data), "label_key": "label", "apply_chat_template": True},
-        reward={"type": "random"},
-        rollout={"prompts_per_step": 2, "group_size": 4, "max_response_tokens": 12},
-        engine={"kind": "sglang", **engine},
-        optim={"lr": 1e-4},
-        log={"trackers": [], "print_samples": 0, "save_samples": False},
-    )
+    base: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(folder / "run"), "device": device, "steps": 2},
+        "model": {"path": str(model), "compute_dtype": "float32" if device == "cpu" else "bfloat16"},
+        "data": {"path": str(data), "label_key": "label", "apply_chat_template": True},
+        "reward": {"type": "random"},
+        "rollout": {"prompts_per_step": 2, "group_size": 4, "max_response_tokens": 12},
+        "engine": {"kind": "sglang", **engine},
+        "optim": {"lr": 1e-4},
+        "log": {"trackers": [], "print_samples": 0, "save_samples": False},
+    }
+    for name, section in (sections or {}).items():
+        base[name] = base.get(name, {}) | section
+    config = load_config(**base)
     trainer = Trainer(config)
     try:
         return [trainer.step(trainer.source.next(2)) for _ in range(2)]

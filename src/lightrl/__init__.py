@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from lightrl.config.problems import ConfigError
     from lightrl.config.schema import Config
     from lightrl.errors import UserError
+    from lightrl.rollout.hooked import GenerateTask
     from lightrl.training.dpo import DPOTrainer
+    from lightrl.training.hooks import Hooks, StepInfo
     from lightrl.training.reward_model import RewardModelTrainer
     from lightrl.training.sft import SFTTrainer
     from lightrl.training.trainer import Trainer
@@ -28,6 +30,8 @@ _HOMES = {
     "Config": "lightrl.config.schema",
     "ConfigError": "lightrl.config.problems",
     "DPOTrainer": "lightrl.training.dpo",
+    "GenerateTask": "lightrl.rollout.hooked",
+    "Hooks": "lightrl.training.hooks",
     "Microbatch": "lightrl.types",
     "Prompt": "lightrl.types",
     "RewardModelTrainer": "lightrl.training.reward_model",
@@ -35,6 +39,7 @@ _HOMES = {
     "Sample": "lightrl.types",
     "SampleGroup": "lightrl.types",
     "Status": "lightrl.types",
+    "StepInfo": "lightrl.training.hooks",
     "Trainer": "lightrl.training.trainer",
     "UserError": "lightrl.errors",
     "dump_toml": "lightrl.config.dump",
@@ -45,6 +50,8 @@ __all__ = [
     "Config",
     "ConfigError",
     "DPOTrainer",
+    "GenerateTask",
+    "Hooks",
     "Microbatch",
     "Prompt",
     "RewardModelTrainer",
@@ -52,6 +59,7 @@ __all__ = [
     "Sample",
     "SampleGroup",
     "Status",
+    "StepInfo",
     "Trainer",
     "UserError",
     "__version__",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lightrl import ending
+from lightrl import cli_looking, ending
 from lightrl.errors import LostError, UserError
 from lightrl.threads import sleep_while_waiting
 
@@ -26,7 +26,8 @@ _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _CONFIG_EPILOG = (
     "`lightrl config list` shows every key with its type, default and meaning. Sections: run, model, data, reward, "
     "rollout, engine, sync, algorithm, correction, sft, dpo, rm, optim, critic, critic_optim, parallel, checkpoint, "
-    "eval, log. Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
+    "eval, log, dump, debug. "
+    "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Show, check or list the configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+cli_looking.register(app)
 
 
 @app.callback()
@@ -130,6 +132,30 @@ def evaluate(
         ending.recorded(lambda: _evaluate(config, checkpoint))
 
 
+@app.command(context_settings=_RAW, options_metavar=f"{_CONFIG_ARGS} [OPTIONS]", epilog=_CONFIG_EPILOG)
+def generate(
+    ctx: typer.Context,
+    out: Annotated[Path | None, typer.Option(help="Folder of the dump; default: run.dir/generated.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps to collect, of rollout.prompts_per_step prompts.", min=1)] = 1,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Generate with this checkpoint, not the newest of run.dir.")
+    ] = None,
+) -> None:
+    """Sample and score into a dump, without training: the newest checkpoint in run.dir, or the starting model.
+
+    `lightrl inspect` and `lightrl replay-reward` read the dump, `lightrl train … --debug.rollouts` trains on it.
+    """
+    sleep_while_waiting()
+    paths, overrides = _split(ctx.args)
+    if checkpoint is not None:
+        _must_be_folder(checkpoint, "generate: --checkpoint")
+        if _is_model(checkpoint):
+            overrides += [f"--model.path={checkpoint.absolute()}", "--run.resume=false"]
+    config = _load(paths, overrides, generate=True)
+    with _placed(paths, overrides):
+        ending.recorded(lambda: _generate(config, out, steps, checkpoint))
+
+
 @app.command()
 def export(
     out: Annotated[Path, typer.Argument(help="Folder to write, in Hugging Face format.")],
@@ -139,6 +165,9 @@ def export(
         Literal["auto", "bfloat16", "float32"], typer.Option(help="Of the weights; auto: as in the starting model.")
     ] = "auto",
     critic: Annotated[bool, typer.Option("--critic", help="Export the critic, not the policy.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Export LoRA adapters alone, in peft's format, not merged.")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder."""
     source = run or checkpoint
@@ -147,7 +176,7 @@ def export(
     _must_be_folder(source, "export")
     from lightrl.training.export_cli import export_run
 
-    export_run(source, out, dtype, critic=critic)
+    export_run(source, out, dtype, critic=critic, adapter=adapter)
     print(f"wrote {out}")
 
 
@@ -234,19 +263,35 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return paths, overrides
 
 
-def _load(paths: Sequence[str], overrides: Sequence[str], *, evaluate: bool = False, command: str = "train") -> Config:
+def _load(
+    paths: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    evaluate: bool = False,
+    command: str = "train",
+    generate: bool = False,
+) -> Config:
     """The config of a command that runs something, checked as far as can be without torch."""
     from lightrl import hooks
     from lightrl.config.load import load_for_run
     from lightrl.rewards import registry
 
     def code_fault(key: str, name: str) -> str | None:
-        if key in ("filter", "advantage", "loss"):  # their other names are known to the config itself
+        if key in (
+            "filter",
+            "advantage",
+            "loss",
+            "generate",
+            "map",
+            "on_step",
+        ):  # their other names are known to the config itself
             return hooks.fault(name) if ":" in name else None
         return registry.fault(name)
 
-    config = load_for_run(paths, overrides, evaluate=evaluate, command=command, code_fault=code_fault)
-    if config.engine.kind == "sglang":
+    config = load_for_run(
+        paths, overrides, evaluate=evaluate, command=command, generate=generate, code_fault=code_fault
+    )
+    if config.engine.kind == "sglang" and config.debug.rollouts is None:
         from lightrl.engine import sglang_arguments
 
         with _placed(paths, overrides):
@@ -370,6 +415,7 @@ def _evaluated(config: Config, checkpoint: Path | None) -> dict[str, float]:
     from lightrl.distributed.mesh import close_world
     from lightrl.training.trainer import Trainer
 
+    config = replace(config, debug=type(config.debug)())  # an engine is needed
     state = _state_to_evaluate(config, checkpoint)
     what, where = str(state or config.model.path), ""
     if state is None and checkpoint is None and config.run.resume:
@@ -379,7 +425,7 @@ def _evaluated(config: Config, checkpoint: Path | None) -> dict[str, float]:
         folder = str(Path(config.run.dir) / "eval" / _name_of(what))
         config = replace(config, run=replace(config.run, dir=folder))
         where += f"; samples go to {folder}" if config.log.save_samples else ""
-    trainer = Trainer(config)
+    trainer = Trainer(config, only_evaluate=True)
     try:
         if state is not None:
             trainer.load_checkpoint(state, weights_only=True)
@@ -389,6 +435,21 @@ def _evaluated(config: Config, checkpoint: Path | None) -> dict[str, float]:
         trainer.close()
     close_world()
     return metrics
+
+
+def _generate(config: Config, out: Path | None, steps: int, checkpoint: Path | None) -> None:
+    from lightrl.training.generating import check_out
+
+    folder = out or Path(config.run.dir).expanduser() / "generated"
+    check_out(folder)
+    with ending.told_when_stopped(lambda: f"stopped; whole steps are in {folder}"), ending.full_disk_told():
+        from lightrl.distributed.mesh import close_world
+        from lightrl.training.generating import generate
+
+        generate(config, folder, steps=steps, checkpoint=_state_to_evaluate(config, checkpoint, "generate"))
+        if ending.speaks():
+            print(f"wrote {folder}. Next: lightrl inspect {shlex.quote(str(folder))}")
+        close_world()
 
 
 def _check_gates(config: Config, metrics: dict[str, float]) -> None:
@@ -402,7 +463,7 @@ def _is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-def _state_to_evaluate(config: Config, checkpoint: Path | None) -> Path | None:
+def _state_to_evaluate(config: Config, checkpoint: Path | None, command: str = "eval") -> Path | None:
     """Checkpoint folder that `lightrl eval` loads; None for the model at `model.path` as it is."""
     from lightrl.training.checkpoint import find_fault, latest
 
@@ -412,10 +473,10 @@ def _state_to_evaluate(config: Config, checkpoint: Path | None) -> Path | None:
         return None
     if (checkpoint / "checkpoints").is_dir():
         if (newest := latest(checkpoint / "checkpoints")) is None:
-            raise UserError(f"eval: --checkpoint: {checkpoint} has no checkpoint yet; name another")
+            raise UserError(f"{command}: --checkpoint: {checkpoint} has no checkpoint yet; name another")
         return newest
     if fault := find_fault(checkpoint.resolve()):
-        raise UserError(f"eval: --checkpoint: {checkpoint} is neither a model nor a whole checkpoint: {fault}")
+        raise UserError(f"{command}: --checkpoint: {checkpoint} is neither a model nor a whole checkpoint: {fault}")
     return checkpoint.resolve()
 
 

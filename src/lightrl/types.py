@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import torch
 from torch import Tensor
+
+NOT_RECORDED = {torch.uint8: 255, torch.int16: -1}
+"""In the place of experts' numbers that are not known, by the dtype of a routing record."""
 
 
 class Status(StrEnum):
@@ -68,14 +72,23 @@ class Sample:
     them (`correction.score_centering_top_k`)."""
     rollout_top_logprobs: list[list[float]] | None = None
     """… and their log-probs."""
+    teacher_logprobs: list[float] | None = None
+    """A teacher's log-prob of each response token, where it is a server (`teacher.url`)."""
+    teacher_top_ids: list[list[int]] | None = None
+    """… and its likeliest tokens at each place (`teacher.form = "top_k"`) …"""
+    teacher_top_logprobs: list[list[float]] | None = None
+    """… with their log-probs."""
+    rollout_routing: Tensor | None = None
+    """The experts that the engine's routers chose for each token but the last, prompt included: [tokens - 1, L, k] of
+    the L layers with a router, uint8 or int16; only with `correction.routing_replay = "rollout"`."""
     policy_versions: list[int] = field(default_factory=list)
     """Policy versions that produced tokens of this response, oldest first."""
     status: Status = Status.COMPLETED
     reward: float | None = None
     """None until scored, and for a failed sample."""
     advantage: float | list[float] | None = None
-    """Of every token of the response, or of each. Estimators of tokens (docs/algorithms.md) have their own where the
-    sample is trained; here is the reward that they start from."""
+    """Of every token of the response, or of each, before whitening. Estimators of tokens (docs/algorithms.md) have
+    theirs where the sample is trained; here is the reward that they start from, and None once they are known."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Free-form: what the reward returned besides its number, failure reasons, …"""
 
@@ -104,6 +117,22 @@ class SampleGroup:
     def scored(self) -> list[Sample]:
         """Samples that count: scored and not failed."""
         return [s for s in self.samples if s.reward is not None and s.status is not Status.FAILED]
+
+
+@dataclass(kw_only=True)
+class RoutingRecord:
+    """The experts chosen for the rows of a microbatch, which forwards of the policy choose again (routing replay)."""
+
+    experts: Tensor  # [T, L, k] uint8 or int16, of L layers with a router; NOT_RECORDED where none are known
+    due: int = 1
+    """Forwards that have yet to use it."""
+
+    def take(self) -> Tensor:
+        """The experts, for one forward. RuntimeError for one too many."""
+        if self.due < 1:
+            raise RuntimeError("a routing record is used once more than it belongs")
+        self.due -= 1
+        return self.experts
 
 
 @dataclass(kw_only=True)
@@ -137,8 +166,13 @@ class Microbatch:
     rollout_logprobs: Tensor | None = None  # [N] float32
     rollout_top_ids: Tensor | None = None  # [N, k] int64
     rollout_top_logprobs: Tensor | None = None  # [N, k] float32
+    routing: RoutingRecord | None = None
     old_logprobs: Tensor | None = None  # [N] float32
     ref_logprobs: Tensor | None = None  # [N] float32
+    teacher_logprobs: Tensor | None = None  # [N] float32
+    teacher_top_ids: Tensor | None = None  # [N, k] int64, the tokens of `teacher.form = "top_k"`
+    teacher_top_logprobs: Tensor | None = None  # [N, k] float32, the teacher's
+    teacher_hidden: Tensor | None = None  # [N, G], what the teacher's head makes its distribution of (`full`)
     values: Tensor | None = None  # [N] float32, the critic's, before the step's updates
     returns: Tensor | None = None  # [N] float32, what they should have been
     sample_keys: list[tuple[int, int]] = field(default_factory=list)

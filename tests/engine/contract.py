@@ -149,6 +149,41 @@ def check_likeliest(
             torch.testing.assert_close(values, chosen, atol=tolerance, rtol=0)
 
 
+def check_routing(engine: Engine, model: torch.nn.Module, vocab_size: int, num_experts: int) -> None:
+    """The experts of every token that was fed are those of a stock forward of the whole sequence; one of two requests
+    that share batches asks, with answers that end at different times and more of them than run at once."""
+    chosen: list[torch.Tensor] = []
+    mixtures = [m for m in model.modules() if isinstance(getattr(m, "experts", None), torch.nn.Module)]
+    routers = [m.gate if hasattr(m, "gate") else m.router for m in mixtures]
+    requests = [
+        GenerateRequest(
+            id=f"routing-{length}",
+            tokens=prompt(length, vocab_size, 3),
+            sampling=SamplingParams(max_new_tokens=2 + 3 * i, ignore_eos=True, return_routing=i != 1),
+            n=4,
+        )
+        for i, length in enumerate((1, 23, 40))
+    ]
+    found = run(engine, requests, stagger=1)
+    for router in routers:
+        router.hook = router.register_forward_hook(lambda _, __, out: chosen.append(out[2]))
+    for request, completions in zip(requests, found, strict=True):
+        for completion in completions:
+            if not request.sampling.return_routing:
+                assert completion.routing is None
+                continue
+            assert completion.routing is not None
+            chosen.clear()
+            reference_logits(model, request, completion)
+            expected = torch.stack(chosen, dim=1)[:-1]  # of the last token there is no record: it was not fed
+            assert completion.routing.shape == expected.shape
+            assert completion.routing.dtype == (torch.uint8 if num_experts < 256 else torch.int16)
+            assert torch.equal(completion.routing.long().sort(-1).values, expected.sort(-1).values)
+    for router in routers:
+        router.hook.remove()
+        del router.hook
+
+
 def check_length_and_eos(engine: Engine, vocab_size: int, eos: int, *, seeded: bool = True) -> None:
     """EOS is kept and completes, even as the last allowed token (M2); the length limit invents no EOS (M3).
 

@@ -10,6 +10,7 @@ serves on a free port, which it prints; `POST /fault` makes it misbehave.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 import os
@@ -103,6 +104,7 @@ class FakeSGLang:
             top_p=sampling.get("top_p", 1.0),
             top_k=max(sampling.get("top_k", -1), 0),
             top_logprobs=body.get("top_logprobs_num", 0),
+            return_routing=body.get("return_routed_experts", False),
             stop_token_ids=tuple(sampling.get("stop_token_ids", ())),
         )
         seed = sampling.get("sampling_seed")
@@ -114,6 +116,8 @@ class FakeSGLang:
                 self._stale = False
         (completion,) = asyncio.run_coroutine_threadsafe(self.engine.generate(request), self.loop).result()
         tokens, logprobs, status = completion.tokens, completion.logprobs, completion.status
+        routing = None if completion.routing is None else self._in_all_layers(completion.routing)
+        body = body | {"routing": routing}
         body = body | {"likeliest": list(zip(completion.top_logprobs, completion.top_ids, strict=True))}
         if body.get("stream"):
             step = sampling.get("stream_interval", 1)
@@ -124,6 +128,14 @@ class FakeSGLang:
                     tokens, logprobs, status = tokens[: end + 1], logprobs[: end + 1], Status.ABORTED
                     break
         yield self._answer(rid, body, params, tokens, logprobs, status)
+
+    def _in_all_layers(self, routing: Tensor) -> Tensor:
+        """int32, zeros in blocks without a router."""
+        shape = self.engine._model.routing_shape
+        assert shape is not None
+        whole = torch.zeros(len(routing), shape.num_layers, shape.top_k, dtype=torch.int32)
+        whole[:, list(shape.layers)] = routing.to(torch.int32)
+        return whole
 
     def _answer(
         self,
@@ -147,6 +159,9 @@ class FakeSGLang:
             meta["output_top_logprobs"] = [[[x, t, None] for x, t in zip(*p, strict=True)] for p in places]
         if body.get("return_sampling_mask") and params.top_k > 0:
             meta["output_token_sampling_logprobs"] = logprobs
+        if body["routing"] is not None and status is not None:  # with the last of a stream's events
+            rows = len(body["input_ids"]) + len(tokens) - 1
+            meta["routed_experts"] = base64.b64encode(body["routing"][:rows].numpy().tobytes()).decode()
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
     def abort(self, body: dict[str, Any]) -> None:

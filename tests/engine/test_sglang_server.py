@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_sglang import FakeSGLang, serve
-from tiny_models import CONFIGS, CONTEXT, EOS, VOCAB, stock
+from tiny_models import CONFIGS, CONTEXT, EOS, OTHERS, VOCAB, stock
 from torch import Tensor
 
 from lightrl.config.schema import Config, EngineConfig, SyncConfig
@@ -27,12 +27,14 @@ from lightrl.engine.sglang import Model
 from lightrl.engine.sglang_http import Server, ServerError, UnreachableError
 from lightrl.engine.sglang_server import SGLangServers
 from lightrl.errors import UserError
+from lightrl.models.routing import RoutingShape
 from lightrl.sync.broadcast import filled, own_address, plan, serve_store
 from lightrl.sync.peers import SyncError, together
 from lightrl.threads import spawn
 from lightrl.types import Status
 
 PAUSES = (0.01, 0.01)
+ROUTING = RoutingShape(layers=(1,), num_layers=2, top_k=2, num_experts=8)
 
 
 class Alone:
@@ -58,6 +60,7 @@ def make_engine(
     *urls: str,
     dtype: torch.dtype = torch.float32,
     engine: dict[str, Any] | None = None,
+    routing: RoutingShape | None = None,
     **sync: Any,
 ) -> SGLangServers:
     return SGLangServers(
@@ -69,6 +72,7 @@ def make_engine(
             dtype=dtype,
             context_length=CONTEXT,
             vocab_size=VOCAB,
+            routing=routing,
         ),
         EngineConfig(kind="sglang_server", urls=list(urls), **(engine or {})),
         SyncConfig(**({"transport": "disk", "timeout": 20} | sync)),
@@ -134,6 +138,37 @@ def test_contract_of_all_engines(engine: SGLangServers, model: torch.nn.Module) 
     contract.check_length_and_eos(engine, VOCAB, EOS)
     contract.check_stop_ids(engine, VOCAB)
     contract.check_bad_requests(engine, VOCAB, CONTEXT)
+
+
+def test_routing(tmp_path: Path) -> None:
+    """The first block is dense. Stops are seen while the answer grows, and its routing comes at its end."""
+    config = OTHERS["qwen3_moe"]()
+    config.mlp_only_layers = [0]
+    mixture = stock(config)
+    mixture.config.architectures = [type(mixture).__name__]
+    mixture.config.save_pretrained(tmp_path)
+    fake = FakeSGLang(tmp_path)
+    listener = serve(fake)
+    try:
+        with pytest.raises(UserError, match=r"it returns no routing .*start it with --enable-return-routed-experts"):
+            make_engine(mixture, tmp_path, url_of(listener), routing=ROUTING)
+        fake.info |= {"enable_return_routed_experts": True, "enable_hierarchical_cache": True}
+        with pytest.raises(UserError, match=r"brings back: start it without --enable-hierarchical-cache"):
+            make_engine(mixture, tmp_path, url_of(listener), routing=ROUTING)
+        fake.info["enable_hierarchical_cache"] = False
+        engine = make_engine(mixture, tmp_path, url_of(listener), routing=ROUTING)
+        engine.load_groups(groups_of(mixture), 7)
+        contract.check_routing(engine, mixture, VOCAB, 8)
+        (whole,) = contract.run(engine, [request(length=30, return_routing=True)])[0]
+        text = letters(whole.tokens[8:10])
+        (cut,) = contract.run(engine, [request("cut", length=30, return_routing=True, stop=(text,))])[0]
+        assert len(cut.tokens) <= 10
+        assert torch.equal(cut.routing, whole.routing[: len(cut.routing)])
+        assert len(cut.routing) == len(request().tokens) + len(cut.tokens) - 1
+        engine.close()
+    finally:
+        listener.shutdown()
+        listener.server_close()
 
 
 def request(name: str = "r", length: int = 60, n: int = 1, **sampling: Any) -> GenerateRequest:
@@ -274,6 +309,15 @@ def test_key(model: torch.nn.Module, checkpoint: Path, fake: FakeSGLang, monkeyp
 
 
 # ---- weights
+
+
+def test_nccl_of_another_kind_is_refused(
+    engine: SGLangServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    monkeypatch.setattr(engine, "_sync", SyncConfig(transport="nccl"))
+    with pytest.raises(UserError, match=r"sync\.transport = 'nccl': .*broadcasts_to_servers=True"):
+        engine._make_transport(torch.device("cuda", 0), tmp_path)
 
 
 def test_disk_sync_is_bitwise(model: torch.nn.Module, checkpoint: Path, fake: FakeSGLang) -> None:

@@ -60,6 +60,38 @@ def test_likeliest_tokens_equal_stock(pair: Pair) -> None:
     contract.check_likeliest(*pair, VOCAB)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gpt_oss_sinks"])
+def test_routing_equals_stock(name: str) -> None:
+    model = stock(OTHERS[name]())
+    engine = make_engine(model, max_batch=3)
+    contract.check_routing(engine, model, VOCAB, 8)
+    contract.check_routing(engine, model, VOCAB, 8)  # nothing of the first is left
+
+
+def test_routing_of_an_answer_that_is_aborted_and_of_a_dense_model(llama: torch.nn.Module) -> None:
+    sampling = SamplingParams(max_new_tokens=50, ignore_eos=True, return_routing=True)
+    request = GenerateRequest(id="a", tokens=[5, 6, 7], sampling=sampling, n=4, seeds=(1, 2, 3, 4))
+    engine = make_engine(stock(OTHERS["qwen3_moe"]()), max_batch=2)
+    (whole, *_) = contract.run(engine, [request])[0]
+
+    async def cut() -> list[Completion]:
+        task = asyncio.create_task(engine.generate(request))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        engine.abort()
+        return await task
+
+    first, _, third, _ = asyncio.run(cut())
+    assert 1 < len(first.tokens) < 10
+    assert first.routing is not None
+    assert whole.routing is not None
+    assert torch.equal(first.routing, whole.routing[: 3 + len(first.tokens) - 1])
+    assert third.tokens == []
+    assert third.routing is None
+    with pytest.raises(ValueError, match="request 'a': the model has no experts whose choice could be returned"):
+        contract.run(make_engine(llama), [request])
+
+
 def test_length_and_eos(pair: Pair) -> None:
     contract.check_length_and_eos(pair[0], VOCAB, EOS)
 

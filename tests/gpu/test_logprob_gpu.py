@@ -1,4 +1,4 @@
-"""On CUDA: log-probs and entropies from hidden states in every way the work can be cut, against float64."""
+"""On CUDA: log-probs and entropies from hidden states, against float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from lightrl.kernels.logprob import linear_logits, linear_logprobs, linear_logpr
 
 pytestmark = pytest.mark.gpu
 
-WAYS = ("tiled", "fused")
 QWEN3, QWEN3_5 = 151_936, 248_320
 
 
@@ -71,14 +70,6 @@ class Inputs:
         return (*(torch.cat(v) for v in values), grad_hidden, grad_weight, *([] if b is None else [grad_bias]))
 
 
-def call_in(way: str) -> Any:
-    from functools import partial
-
-    from lightrl.kernels.logprob_triton import Plan, linear_logprobs_triton
-
-    return partial(linear_logprobs_triton, plan=Plan(forward=way, backward=way))
-
-
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-6))
 
@@ -93,62 +84,56 @@ def assert_close(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, 
     assert max(errors) < gradient, errors
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("vocab", "temperature", "bias"), [(QWEN3, 1.0, False), (QWEN3, 0.7, True), (QWEN3_5, 0.7, False)]
 )
-def test_large_vocabularies_in_bfloat16(way: str, vocab: int, temperature: float, bias: bool) -> None:
+def test_large_vocabularies_in_bfloat16(vocab: int, temperature: float, bias: bool) -> None:
     """Two roundings to bfloat16 lie between the exact gradient and ours: of the logits' gradient, and of the result."""
     inputs = Inputs.make(2051, 1024, vocab, torch.bfloat16, bias=bias)
-    found = inputs.run(call_in(way), temperature=temperature)
+    found = inputs.run(linear_logprobs, temperature=temperature)
     assert_close(found, inputs.exact(temperature), gradient=4e-3)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "shape", [(1, 64, 97), (63, 576, 49_152), (257, 100, 50_257), (130, 128, 4099), (300, 1536, 17)], ids=str
 )
-def test_odd_shapes(way: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+def test_odd_shapes(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     inputs = Inputs.make(*shape, dtype, bias=shape[0] % 2 == 1)
     tolerance = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
-    assert_close(inputs.run(call_in(way), temperature=0.9), inputs.exact(0.9), gradient=tolerance)
+    assert_close(inputs.run(linear_logprobs, temperature=0.9), inputs.exact(0.9), gradient=tolerance)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_masked_words(way: str) -> None:
+def test_masked_words() -> None:
     inputs = Inputs.make(200, 256, 20_000, torch.bfloat16, bias=True)
     with torch.no_grad():
         inputs.bias[:5] = inputs.bias[9000:] = -torch.inf
         inputs.targets.clamp_(5, 8999)
-    found, expected = inputs.run(call_in(way), temperature=1.0), inputs.exact(1.0)
+    found, expected = inputs.run(linear_logprobs, temperature=1.0), inputs.exact(1.0)
     assert_close(found, expected, gradient=4e-3)
     assert not found[3][9000:].any()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_nan_stays_in_its_row(way: str) -> None:
+def test_nan_stays_in_its_row() -> None:
     inputs = Inputs.make(300, 256, 20_000, torch.bfloat16)
     with torch.no_grad():
         inputs.hidden[123, 7] = torch.nan
-        logprobs, entropy = call_in(way)(inputs.hidden, inputs.weight, inputs.targets)
+        logprobs, entropy = linear_logprobs(inputs.hidden, inputs.weight, inputs.targets)
     for values in (logprobs, entropy):
         assert values.isnan().nonzero().flatten().tolist() == [123]
 
 
 @pytest.mark.parametrize("width", [1024, 4096])
-@pytest.mark.parametrize("way", WAYS)
-def test_memory_and_repeated_bits(way: str, width: int) -> None:
+def test_memory_and_repeated_bits(width: int) -> None:
     """16,384 rows of Qwen3's vocabulary in 0.6 GiB beyond the gradient of the head (a copy of whole logits: 9.3)."""
     inputs = Inputs.make(16_384, width, QWEN3, torch.bfloat16)
-    call = call_in(way)
-    first = inputs.run(call)
+    first = inputs.run(linear_logprobs)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    second = inputs.run(call)
+    second = inputs.run(linear_logprobs)
     peak = torch.cuda.max_memory_allocated() - before - inputs.weight.nbytes
-    print(f"{way}, {width}: {peak / 2**30:.2f} GiB")
+    print(f"{width}: {peak / 2**30:.2f} GiB")
     assert peak < 0.6 * 2**30
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -195,7 +180,12 @@ def test_tied_head_under_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name, device, dtype in (("cpu", "cpu", "float32"), ("exact", "cuda", "float32"), ("ours", "cuda", "bfloat16")):
         found[name] = gradients(tmp_path, CASES["token_mean"] | {"compute_dtype": dtype, "kernels": "auto"}, device)[0]
         close_world()
-    monkeypatch.setattr(policy, "linear_logprobs", linear_logprobs_torch)
+
+    def in_torch(*given: Any, kernels: bool, **more: Any) -> Any:
+        assert kernels
+        return linear_logprobs_torch(*given, **more)
+
+    monkeypatch.setattr(policy, "linear_logprobs", in_torch)
     found["plain"] = gradients(
         tmp_path, CASES["token_mean"] | {"compute_dtype": "bfloat16", "kernels": "auto"}, "cuda"
     )[0]

@@ -136,6 +136,9 @@ def check_body(body, packing: Packing, width: int = 128, heads: tuple[int, int] 
     wanted = torch.autograd.grad(truth, exact, cotangent.float())
     for name, ours, expected in zip("oqkv", (out, *grads), (truth, *wanted), strict=True):
         assert ours.is_contiguous()
+        if float(expected.detach().abs().max()) < 1e-4:  # one key: nothing to choose, and rounding has no size
+            assert float(ours.detach().abs().max()) < 1e-4, name
+            continue
         assert relative_error(ours.detach().float(), expected.detach()) < 1e-2, name
 
 

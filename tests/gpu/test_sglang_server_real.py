@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"SGLang's server cannot r
 CUDA = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 KEY = "a-key"
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}  # of NVLink: not to be had everywhere
+NCCL = {"NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0"}  # NVLink's multicast is not to be had everywhere
 SHAPE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "initializer_range": 0.06}
 
 
@@ -83,7 +83,7 @@ def server(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> 
         "--mem-fraction-static", "0.1", "--max-total-tokens", "40000", "--max-running-requests", "16",
         "--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-server-warmup", *arguments(),
     ]  # fmt: skip
-    environment = {**os.environ, **NO_MULTICAST, "SGLANG_USE_CPU_ENGINE": str(int(not CUDA))}
+    environment = {**os.environ, **NCCL, "SGLANG_USE_CPU_ENGINE": str(int(not CUDA))}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
@@ -109,7 +109,7 @@ def engine(request: pytest.FixtureRequest, model: torch.nn.Module, server: tuple
     """Holds the model's weights as version 7, after others."""
     folder, url = server
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (NO_MULTICAST | {"LIGHTRL_TEST_KEY": KEY}).items():
+        for name, value in (NCCL | {"LIGHTRL_TEST_KEY": KEY}).items():
             patch.setenv(name, value)
         made = make_engine(model, folder, url, transport=request.param)
         for version, weights in ((6, stock(model.config, seed=5)), (7, model)):

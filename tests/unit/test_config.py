@@ -30,7 +30,7 @@ def problems(*args: Any, **kwargs: Any) -> list[str]:
 
 SECTIONS = ", ".join(sections())
 OPTIM_KEYS = ", ".join(f.name for f in dataclasses.fields(OptimConfig))
-RUN_KEYS = "dir, steps, seed, resume, device, deterministic"
+RUN_KEYS = "dir, steps, seed, resume, device, deterministic, on_step"
 SET_KEYS = ", ".join(f.name for f in dataclasses.fields(EvalSetConfig))
 
 BAD_TOML = {
@@ -169,6 +169,16 @@ BAD_TOML = {
     "rule about a key that is not set": (
         '[optim]\nlr = 1\nschedule = "wsd"',
         ["run.toml:3: optim.decay_steps: optim.schedule = 'wsd' needs decay_steps > 0"],
+    ),
+    "keys without effect": (
+        "[model]\nrecompute_attention = true\n[optim]\ndecay_steps = 5\nmin_lr_ratio = 0.1",
+        [
+            "run.toml:2: model.recompute_attention: only used with model.activation_checkpointing = true: set it, or "
+            "drop this",
+            "run.toml:4: optim.decay_steps: not used by optim.schedule = 'constant': drop it, or choose 'wsd'",
+            "run.toml:5: optim.min_lr_ratio: optim.schedule = 'constant' does not decay: drop it, or choose 'linear', "
+            "'cosine' or 'wsd'",
+        ],
     ),
     "all at once, in the order of the file": (
         'lr = 1\n[optim]\nlr = -1\neps = "x"\n[data]\nshufle = true\n[eval]\nevery = 5',

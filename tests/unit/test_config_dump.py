@@ -21,11 +21,14 @@ from lightrl.config.schema import (
     CriticConfig,
     CriticOptimConfig,
     DataConfig,
+    DebugConfig,
     DPOConfig,
+    DumpConfig,
     EngineConfig,
     EvalConfig,
     EvalSetConfig,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -35,6 +38,7 @@ from lightrl.config.schema import (
     RunConfig,
     SFTConfig,
     SyncConfig,
+    TeacherConfig,
 )
 
 
@@ -51,7 +55,13 @@ def problems(*args: Any, **kwargs: Any) -> list[str]:
 
 FULL = Config(
     run=RunConfig(
-        dir="runs/é \"x\" 'y'", steps=7, seed=12345678901234567890, resume=False, device="cuda", deterministic=True
+        dir="runs/é \"x\" 'y'",
+        steps=7,
+        seed=12345678901234567890,
+        resume=False,
+        device="cuda",
+        deterministic=True,
+        on_step="m:f",
     ),
     model=ModelConfig(
         path="org/name",
@@ -64,6 +74,7 @@ FULL = Config(
         reference_path="ref",
         trust_remote_code=True,
     ),
+    lora=LoraConfig(rank=4, alpha=2.5, use_rslora=True, dropout=0.5, target_modules=["q_proj", "é"], sync="merged"),
     data=DataConfig(
         path=["a.jsonl@[1:2]", "b"],
         split="test",
@@ -78,6 +89,7 @@ FULL = Config(
             "é": "\U0001f600\u2028\x00\x7f\x1b",
         },
         system_prompt='Line "one"\n\tline \\two\\\r\n"""\n\'\'\' # end ',
+        map="m:f",
         max_prompt_tokens=5,
         overlong="error",
         shuffle=False,
@@ -96,6 +108,7 @@ FULL = Config(
         stop_token_ids=[0, 151645],
         truncated="mask",
         filter="m:f",
+        generate="m:f",
         oversample_prompts=6,
         max_draws=2,
     ),
@@ -148,6 +161,7 @@ FULL = Config(
         rs_upper_bound=1.01,
         rs_veto_threshold=1e-4,
         opsm_delta=0.5,
+        routing_replay="trainer",
     ),
     sft=SFTConfig(batch_size=3, epochs=1.5, train_on="last", max_tokens=7, end_of_turn="<|user|>"),
     dpo=DPOConfig(
@@ -187,6 +201,16 @@ FULL = Config(
         decay_steps=2,
         min_lr_ratio=0.1,
     ),
+    teacher=TeacherConfig(
+        path="org/teacher",
+        revision="main",
+        coef=0.5,
+        form="top_k",
+        divergence="jsd",
+        jsd_beta=0.25,
+        top_k=9,
+        temperature=0.8,
+    ),
     critic=CriticConfig(path="org/critic", value_clip=0.2, pretrain_steps=3),
     critic_optim=CriticOptimConfig(
         lr=1e-4,
@@ -223,6 +247,7 @@ FULL = Config(
                 label_key="l",
                 apply_chat_template=False,
                 system_prompt="",
+                map="none",
                 reward="math",
                 samples_per_prompt=4,
                 max_response_tokens=5,
@@ -234,6 +259,11 @@ FULL = Config(
             ),
             EvalSetConfig(name="b", path="q"),
         ],
+        url="https://node:1/a?b=c",
+        url_every=2,
+        url_timeout=1.5,
+        url_retries=0,
+        url_key_env="E",
     ),
     log=LogConfig(
         trackers=["wandb"],
@@ -241,9 +271,13 @@ FULL = Config(
         print_samples=0,
         print_every=1,
         save_samples=False,
+        timeline_steps=(1, 1),
+        profile_steps=(2, 4),
         wandb_project="p",
         wandb_name="n",
     ),
+    dump=DumpConfig(rollouts=True),
+    debug=DebugConfig(rollouts="elsewhere"),
 )
 
 
@@ -257,7 +291,8 @@ def test_dump_reloads() -> None:
     elsewhere = {  # have one value only, or go with others than these
         *("engine.kind", "engine.urls", "algorithm.normalize_std", "algorithm.dual_clip", "algorithm.tau_pos"),
         *("algorithm.tau_neg", "algorithm.kl_unbiased", "correction.use_rollout_logprobs", "parallel.context_parallel"),
-        "correction.score_centering_top_k",
+        *("correction.score_centering_top_k", "teacher.url", "teacher.api_key_env", "teacher.request_timeout"),
+        "teacher.top_k_from",
     }
     for name, cls in sections().items():
         for field in dataclasses.fields(cls):
@@ -270,6 +305,11 @@ def test_dump_reloads() -> None:
         FULL, engine=EngineConfig(kind="sglang_server", urls=["http://a:1", "http://[::1]:2"])
     )
     assert reload(servers) == servers
+    for teacher in (
+        TeacherConfig(url="http://a:1", api_key_env="KEY", request_timeout=9.5),
+        TeacherConfig(path="a/b", form="top_k", top_k_from="student"),
+    ):
+        assert reload(Config(teacher=teacher)) == Config(teacher=teacher)
     centred = Config(algorithm=AlgorithmConfig(normalize_std=False))
     assert reload(centred) == centred
     for algorithm in (

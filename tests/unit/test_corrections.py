@@ -216,6 +216,13 @@ def test_without_corrections_the_engine_has_no_say():
         objective = Objective.of(AlgorithmConfig(), CorrectionConfig(**case))
         with pytest.raises(UserError, match="without log-probs, which the loss needs"):
             microbatch_loss(packing.now, packing.entropy, packing.batch, objective, Tally())
+    packing.batch.old_logprobs = packing.now.detach()
+    with pytest.raises(UserError, match="without log-probs, which the loss needs"):
+        normalize_weights(
+            [[packing.batch]],
+            OneRank(),  # type: ignore[arg-type]
+            CorrectionConfig(use_tis=True, tis_batch_normalize=True),
+        )
 
 
 def test_a_single_update_weighs_by_the_present_log_probs():

@@ -280,3 +280,33 @@ def test_critics_that_cannot_be_are_told_before_a_model_is_loaded(tmp_path):
     ):
         with pytest.raises(UserError, match=says):
             Trainer(tiny_run.make_run(tmp_path, **GAE, critic={"path": str(folder)}))
+
+
+def test_runs_that_teach_nothing_are_told(tmp_path, capsys):
+    """A critic alone until the end; and an answer whose advantages are whitened by themselves."""
+    alone = tiny_run.make_run(tmp_path, **GAE | {"critic": {"pretrain_steps": 4}, "run": {"steps": 4}})
+    single = tiny_run.make_run(
+        tmp_path, algorithm={"advantage": "reinforce_plus_plus", "whiten": "group"}, rollout={"group_size": 1}
+    )
+    for config, says in (
+        (alone, "warning  critic.pretrain_steps = 4: all 4 steps of the run (run.steps) train the critic alone"),
+        (single, "warning  rollout.group_size = 1 with algorithm.whiten = 'group': the advantages of an answer are"),
+    ):
+        Trainer(config).close()
+        assert says in capsys.readouterr().out
+
+
+def test_families_without_a_critic_are_named_in_the_docs():
+    """The packed families of which transformers has no sequence classifier."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    from lightrl.models.registry import FAMILIES
+
+    missing = {
+        name.removesuffix("_text")
+        for name in FAMILIES
+        if CONFIG_MAPPING[name] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    }
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    named = page.split("of the [packed ones](models.md#packed-families)")[1].split("have none")[0]
+    assert set(named.replace(",", " ").split()) - {"and"} == missing

@@ -97,6 +97,39 @@ def test_questions_with_an_answer_of_their_own_field(tmp_path: Path) -> None:
     assert (trained(first), trained(second)) == ("a<|im_end|>", "b<|im_end|>")
 
 
+def test_an_answer_of_messages(tmp_path: Path) -> None:
+    """TRL's prompt and completion. What the prompt's own messages answer is not trained, unless they say so."""
+    rows = [
+        {"messages": [Q, A, Q], "label": [B]},
+        {"messages": [Q, {**A, "train": True}, Q], "label": [B, Q, A]},
+        {"messages": [{"from": "human", "value": "q"}], "label": [{"from": "gpt", "value": "b"}]},
+        {"messages": [Q, A, Q], "label": "b"},
+    ]
+    found = load(tmp_path, rows, label_key="label", system_prompt="be kind")
+    assert [trained(c) for c in found] == [
+        "b<|im_end|>", "a<|im_end|>b<|im_end|>a<|im_end|>", "b<|im_end|>", "b<|im_end|>"
+    ]  # fmt: skip
+    last = load(tmp_path, rows[1:2], label_key="label", sft={"train_on": "last"})
+    assert trained(last[0]) == "a<|im_end|>a<|im_end|>"
+    assert text(found[0]) == text(load(tmp_path, [{"messages": [Q, A, Q, B]}], system_prompt="be kind")[0])
+
+
+def test_empty_answers_are_told(tmp_path: Path) -> None:
+    call = message("assistant", "", tool_calls=[{"name": "search"}])
+    rows = [
+        [Q, A],
+        [Q, message("assistant", " ")],
+        [Q, call, message("tool", "t"), A],
+        [Q, A, Q, message("assistant", "")],
+    ]
+    found = load(tmp_path, [{"messages": messages} for messages in rows])
+    assert found.notices == (
+        "data: in 2 conversations an answer to train on is empty, so that the model learns to say nothing: remove the "
+        "rows, or set train = false in the message",
+    )
+    assert load(tmp_path, [{"messages": [Q, {**message("assistant", ""), "train": False}, Q, A]}]).notices == ()
+
+
 def test_text_without_a_template(tmp_path: Path) -> None:
     """Prompt, answer and the end-of-sequence token: each part tokenized alone, as it will be when it is sampled."""
     (found,) = load(tmp_path, [{"messages": "q:\n", "label": "\nyes"}], label_key="label", apply_chat_template=False)
@@ -155,8 +188,21 @@ def test_long_conversations(tmp_path: Path) -> None:
         ({"messages": [{"from": "alien", "value": "x"}]}, {}, r"a message is from 'alien': known are system, human"),
         ({"messages": [{"role": "user"}]}, {}, "message 1 has no text in 'content'"),
         ({"messages": [Q, A], "label": "x"}, {"label_key": "label"}, "ends with an assistant message"),
-        ({"messages": "q", "label": 3}, {"label_key": "label"}, r"must be the answer as text, found a number"),
-        ({"messages": "q", "label": ""}, {"label_key": "label"}, r"must be the answer as text, found an empty string"),
+        (
+            {"messages": "q", "label": 3},
+            {"label_key": "label"},
+            r"must be the answer, as text or as messages, found a number",
+        ),
+        ({"messages": "q", "label": []}, {"label_key": "label"}, r"must be the answer, .* found an empty list"),
+        ({"messages": "q", "label": ["a"]}, {"label_key": "label"}, r"'label' \(data\.label_key\): message 1 must be"),
+        ({"messages": "q", "label": [Q]}, {"label_key": "label"}, "no message to train on"),
+        ({"messages": "q", "label": [A]}, {"label_key": "label", "apply_chat_template": False}, "need the chat templ"),
+        ({"messages": [{"from": "human", "value": None}, A]}, {}, "a message's 'value' must be text, found null"),
+        (
+            {"messages": "q", "label": ""},
+            {"label_key": "label"},
+            r"must be the answer, as text or as messages, found an empty string",
+        ),
         ({"messages": [Q, message("assistant", "\ud800")]}, {}, "half a character"),
         ({"messages": [Q, A]}, {"apply_chat_template": False}, r"set data\.apply_chat_template = true"),
     ],

@@ -166,3 +166,27 @@ def test_functions_that_cannot_take_one_argument_are_told_unrun(module) -> None:
         hooks.load(f"{loaded}:perhaps", "reward.type")
     for good in ("one", "defaults", "any_number", "decorated", "again"):
         assert callable(hooks.load(f"{loaded}:{good}", "reward.type"))
+
+
+def test_what_a_function_raises_is_told_with_its_own_frames() -> None:
+    def divides(number: int) -> float:
+        return helper(number)
+
+    def helper(number: int) -> float:
+        return 1 / number
+
+    def refuses(number: int) -> float:
+        raise UserError("as it is")
+
+    assert hooks.call(divides, 2, "mine:divides", "algorithm.loss") == 0.5
+    with pytest.raises(
+        UserError, match=r"^algorithm\.loss = 'mine:divides': it raised ZeroDivisionError: .*zero"
+    ) as told:
+        hooks.call(divides, 0, "mine:divides", "algorithm.loss")
+    (note,) = told.value.__notes__
+    assert "in divides" in note
+    assert "in helper" in note
+    assert "in call" not in note
+    assert note.endswith("by zero")
+    with pytest.raises(UserError, match="as it is"):
+        hooks.call(refuses, 0, "mine:refuses", "algorithm.loss")

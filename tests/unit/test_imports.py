@@ -24,9 +24,10 @@ LIBRARY = (
 # Each room may import itself; the standard library is free.
 RULES = {
     # the lazy names
-    "": " | lightrl.config lightrl.errors lightrl.training lightrl.types",
+    "": " | lightrl.config lightrl.errors lightrl.rollout.hooked lightrl.training lightrl.types",
     "__main__": "lightrl.cli |",
-    "cli": "typer lightrl.errors lightrl.ending lightrl.threads | lightrl",
+    "cli": "typer lightrl.errors lightrl.ending lightrl.threads lightrl.cli_looking | lightrl",
+    "cli_looking": "typer lightrl.errors | rich lightrl",
     "ending": "lightrl.errors | torch.distributed.elastic",
     "doctor": "| rich torch lightrl.training.policy lightrl.engine.sglang_versions",
     "errors": "|",
@@ -39,14 +40,14 @@ RULES = {
     "algorithms": "torch lightrl.types lightrl.kernels |",
     "training.packing": "torch lightrl.types lightrl.training.balance |",
     "training.balance": "torch |",
-    "models": "torch transformers safetensors huggingface_hub numpy lightrl.errors lightrl.wrappers lightrl.kernels | "
-    "fla filelock gguf tokenizers lightrl.data.tasks lightrl.types",
+    "models": "torch transformers safetensors huggingface_hub numpy lightrl.errors lightrl.types lightrl.wrappers "
+    "lightrl.kernels | fla filelock gguf peft tokenizers lightrl.data.tasks",
     "distributed": f"torch {SECTION} lightrl.wrappers |",
     "sync": f"torch safetensors {SECTION} lightrl.engine.base lightrl.distributed |",
     "observe": f"torch rich {SECTION} | matplotlib wandb",
     "data": f"numpy {SECTION} lightrl.hooks | datasets pyarrow transformers",
     "rewards": f"{SECTION} lightrl.hooks | math_verify torch transformers",
-    "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models |",
+    "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models lightrl.wrappers |",
     "engine.sglang": f"torch {SECTION} lightrl.distributed.waiting lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_host": "lightrl.errors lightrl.engine.sglang_answers lightrl.engine.sglang_arguments "
@@ -59,15 +60,18 @@ RULES = {
     "engine.sglang_copies": "torch |",
     "engine.sglang_derived": "torch |",
     "rollout": f"torch {SECTION} lightrl.engine.base lightrl.distributed lightrl.rewards lightrl.data lightrl.hooks |",
-    "training": f"torch transformers safetensors numpy {LIBRARY} | lightrl.engine filelock",
+    "inspect": "torch rich lightrl.config lightrl.data lightrl.engine.base lightrl.errors lightrl.hooks "
+    "lightrl.observe lightrl.rewards lightrl.rollout lightrl.training.hooks lightrl.types | tokenizers transformers",
+    "training": f"torch transformers safetensors numpy {LIBRARY} lightrl.threads | lightrl.engine filelock",
 }
-# torchrun's variables; SGLang's; its servers' key; who prints an error before torch is there; OMP_WAIT_POLICY.
+# torchrun's variables; SGLang's; its servers' key, an evaluator's; who prints an error before torch; OMP_WAIT_POLICY.
 MAY_READ_ENVIRONMENT = {
     *(
         "distributed/mesh.py",
         "engine/sglang.py",
         "engine/sglang_start.py",
         "engine/sglang_server.py",
+        "training/outside_eval.py",
         "ending.py",
         "doctor.py",
         "threads.py",

@@ -18,9 +18,9 @@ def triton_path() -> Any:
     from lightrl.kernels import logprob_triton
 
     tile = logprob_triton.Tile(rows=32, columns=64, depth=16, warps=4, programs=1, group=2)
-    sizes = {"gradient_bytes": 1, "logits_bytes": 1, "max_columns": 128, "tile": tile, "backward_tile": tile}
-    plans = {way: logprob_triton.Plan(forward=way, backward=way, **sizes) for way in ("tiled", "fused")}
-    return SimpleNamespace(call=logprob_triton.linear_logprobs_triton, plans=plans, Plan=logprob_triton.Plan)
+    sizes = {"gradient_bytes": 1, "max_columns": 128, "tile": tile, "backward_tile": tile}
+    plan = logprob_triton.Plan(**sizes)
+    return SimpleNamespace(call=logprob_triton.linear_logprobs_triton, plan=plan, module=logprob_triton)
 
 
 def make_inputs(num_rows: int, width: int, vocab: int, dtype: torch.dtype, *, bias: bool) -> dict[str, Any]:
@@ -65,39 +65,36 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], dtype: torch.d
         torch.testing.assert_close(found[name].double(), value, atol=tolerance, rtol=0, msg=lambda m, n=name: n + m)
 
 
-@pytest.mark.parametrize("way", ["tiled", "fused"])
 @pytest.mark.parametrize(("shape", "bias"), CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_values_and_gradients_equal_autograd(triton_path, way, dtype, shape, bias) -> None:
+def test_values_and_gradients_equal_autograd(triton_path, dtype, shape, bias) -> None:
     inputs = make_inputs(*shape, dtype, bias=bias)
     temperature = 0.7 if shape[0] % 2 else 1.0
     cotangents = torch.randn(2, shape[0], generator=torch.Generator().manual_seed(0))
     wanted = {"hidden", "weight"} | ({"bias"} if bias else set())
-    plan = triton_path.plans[way]
+    plan = triton_path.plan
     found = results(triton_path.call, inputs, cotangents, wanted, temperature=temperature, plan=plan)
     assert_equal(found, reference(inputs, cotangents, wanted, temperature), dtype)
 
 
-@pytest.mark.parametrize("way", ["tiled", "fused"])
 @pytest.mark.parametrize("wanted", [{"hidden"}, {"weight"}, {"bias"}, {"hidden", "weight", "bias"}], ids=str)
 @pytest.mark.parametrize("of", [(True, False), (False, True)], ids=["log-prob", "entropy"])
-def test_gradients_of_one_output_and_one_input(triton_path, way, wanted, of) -> None:
+def test_gradients_of_one_output_and_one_input(triton_path, wanted, of) -> None:
     inputs = make_inputs(33, 16, 200, torch.float32, bias=True)
     random = torch.randn(2, 33, generator=torch.Generator().manual_seed(1))
     cotangents = [c if used else None for c, used in zip(random, of, strict=True)]
-    found = results(triton_path.call, inputs, cotangents, wanted, temperature=1.3, plan=triton_path.plans[way])
+    found = results(triton_path.call, inputs, cotangents, wanted, temperature=1.3, plan=triton_path.plan)
     assert_equal(found, reference(inputs, cotangents, wanted, 1.3), torch.float32)
 
 
-@pytest.mark.parametrize("way", ["tiled", "fused"])
-def test_masked_vocabulary(triton_path, way) -> None:
+def test_masked_vocabulary(triton_path) -> None:
     """A bias of -inf: over a whole chunk, over the first words, and at one row's target."""
     inputs = make_inputs(9, 16, 390, torch.float32, bias=True)
     inputs["targets"] = torch.arange(40, 49)
     for masked in (slice(0, 3), slice(128, 256), slice(380, None)):
         inputs["bias"][masked] = -torch.inf
     cotangents = torch.randn(2, 9, generator=torch.Generator().manual_seed(2))
-    call, settings = triton_path.call, {"temperature": 0.8, "plan": triton_path.plans[way]}
+    call, settings = triton_path.call, {"temperature": 0.8, "plan": triton_path.plan}
     found = results(call, inputs, cotangents, {"hidden", "weight"}, **settings)
     assert_equal(found, reference(inputs, cotangents, {"hidden", "weight"}, 0.8), torch.float32)
 
@@ -108,25 +105,23 @@ def test_masked_vocabulary(triton_path, way) -> None:
     assert all(found[name].isfinite().all() for name in ("entropy", "hidden", "weight"))
 
 
-@pytest.mark.parametrize("way", ["tiled", "fused"])
-def test_large_logits_keep_their_entropy(triton_path, way) -> None:
+def test_large_logits_keep_their_entropy(triton_path) -> None:
     """Logits near 300: log-sum-exp less mean logit would lose the entropy's last digits."""
     inputs = make_inputs(12, 16, 150, torch.float32, bias=True)
     inputs["bias"] = inputs["bias"] * 0.1 + 300
     inputs["weight"] *= 0.1
     wanted = {"hidden", "weight"}
     cotangents = torch.randn(2, 12, generator=torch.Generator().manual_seed(3))
-    found = results(triton_path.call, inputs, cotangents, wanted, temperature=1.0, plan=triton_path.plans[way])
+    found = results(triton_path.call, inputs, cotangents, wanted, temperature=1.0, plan=triton_path.plan)
     expected = reference(inputs, cotangents, wanted, 1.0)
     torch.testing.assert_close(found["entropy"].double(), expected["entropy"], atol=5e-5, rtol=0)
     torch.testing.assert_close(found["logprobs"].double(), expected["logprobs"], atol=2e-4, rtol=0)  # 300 to 6 digits
 
 
-@pytest.mark.parametrize("way", ["tiled", "fused"])
-def test_nan_stays_in_its_row(triton_path, way) -> None:
+def test_nan_stays_in_its_row(triton_path) -> None:
     inputs = make_inputs(4, 16, 300, torch.float32, bias=False)
     inputs["hidden"][2, 5] = torch.nan
-    logprobs, entropy = triton_path.call(**inputs, plan=triton_path.plans[way])
+    logprobs, entropy = triton_path.call(**inputs, plan=triton_path.plan)
     for values in (logprobs, entropy):
         assert values.isnan().tolist() == [False, False, True, False]
 
@@ -139,39 +134,40 @@ def test_target_outside_the_vocabulary_is_nan(triton_path) -> None:
     assert entropy.isfinite().all()
 
 
-@pytest.mark.parametrize("way", ["tiled", "fused"])
-def test_no_rows(triton_path, way) -> None:
-    inputs = make_inputs(0, 16, 300, torch.float32, bias=True)
-    names = {"hidden", "weight", "bias"}
-    found = results(triton_path.call, inputs, torch.zeros(2, 0), names, plan=triton_path.plans[way])
-    assert found["logprobs"].shape == found["entropy"].shape == (0,)
-    for name in names:
-        assert found[name].shape == inputs[name].shape
-        assert not found[name].any()
+def test_what_fits(triton_path) -> None:
+    """Rows, one dtype, and addresses that the hardware can read by tile."""
+    fits = triton_path.module.fits
+    hidden, weight = torch.zeros(4, 16), torch.zeros(9, 16)
+    assert fits(hidden, weight)
+    assert fits(hidden.T.contiguous().T, weight)
+    assert not fits(hidden[:0], weight)
+    assert not fits(hidden, weight.half())
+    assert not fits(hidden.double(), weight.double())
+    assert not fits(torch.zeros(4, 18), torch.zeros(9, 18))
+    assert not fits(hidden, torch.zeros(9 * 16 + 1)[1:].view(9, 16))
 
 
 def test_repeats_to_the_last_bit_and_takes_strided_inputs(triton_path) -> None:
     inputs = make_inputs(40, 32, 150, torch.float32, bias=False)
     strided = inputs | {"hidden": inputs["hidden"].T.contiguous().T, "weight": inputs["weight"].repeat(1, 2)[:, :32]}
     cotangents = torch.ones(2, 40)
-    for plan in triton_path.plans.values():
-        first, second, third = (
-            results(triton_path.call, x, cotangents, {"hidden", "weight"}, plan=plan) for x in (inputs, inputs, strided)
-        )
-        for name, value in first.items():
-            assert torch.equal(value, second[name])
-            assert torch.equal(value, third[name])
+    first, second, third = (
+        results(triton_path.call, x, cotangents, {"hidden", "weight"}, plan=triton_path.plan)
+        for x in (inputs, inputs, strided)
+    )
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+        assert torch.equal(value, third[name])
 
 
 def test_chunks_are_whole_tiles_equally_wide_and_bounded(triton_path) -> None:
     for vocab in (1, 97, 32_000, 151_936, 248_320):
         for num_rows in (0, 1, 63, 4096, 16_384, 100_000):
-            plan = triton_path.Plan()
+            plan = triton_path.module.Plan()
             columns = plan.columns(num_rows, vocab, 2)
             count = -(-vocab // columns)
             assert columns % 128 == 0
             assert columns * (count - 1) < vocab
             assert columns <= plan.max_columns
             assert columns * num_rows * 2 <= 1.5 * plan.gradient_bytes or columns <= 1536
-            assert plan.rows(columns) * columns * 4 <= plan.logits_bytes
-    assert triton_path.Plan().columns(16_384, 151_936, 2) == 8064  # 18 of them and one of 6,784
+    assert triton_path.module.Plan().columns(16_384, 151_936, 2) == 8064  # 18 of them and one of 6,784

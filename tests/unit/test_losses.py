@@ -32,6 +32,7 @@ from lightrl.config.schema import AlgorithmConfig, CorrectionConfig
 from lightrl.errors import UserError
 from lightrl.observe.metrics import Tally
 from lightrl.training.objective import Objective
+from lightrl.training.packing import pack
 from lightrl.training.update import microbatch_loss
 
 # ---- by hand
@@ -320,6 +321,23 @@ def custom_nothing(tokens: LossTokens) -> Any:
     return None
 
 
+def custom_detached(tokens: LossTokens) -> Any:
+    return -tokens.logprobs.detach() * tokens.advantages
+
+
+def custom_broken(tokens: LossTokens) -> Any:
+    return tokens.log_probs
+
+
+def custom_misshapen(tokens: LossTokens) -> Any:
+    out = ppo_loss(tokens)
+    return PolicyLoss(loss=out.loss, ratio=out.ratio[:1], clipped=out.clipped)
+
+
+def custom_of_some(tokens: LossTokens) -> Any:
+    return -tokens.advantages * tokens.logprobs / tokens.log_ratio.abs().max()  # of no tokens there is no largest
+
+
 @pytest.mark.parametrize(("name", "like"), [("custom", {"clip_low": 1.0, "clip_high": 1e9}), ("custom_like_ppo", {})])
 def test_a_loss_of_ones_own(monkeypatch: pytest.MonkeyPatch, name: str, like: dict[str, Any]):
     monkeypatch.syspath_prepend(Path(__file__).parent)
@@ -344,8 +362,28 @@ def test_a_loss_of_ones_own_that_is_none(monkeypatch: pytest.MonkeyPatch):
         objective = Objective.of(AlgorithmConfig(loss=f"test_losses:{name}"))
         with pytest.raises(UserError, match=f"algorithm.loss = 'test_losses:{name}': it returned {what}: {wanted}"):
             microbatch_loss(packing.now, packing.entropy, packing.batch, objective, Tally())
+    for name, says in (
+        ("custom_detached", "it returned a loss without a gradient: compute it from tokens.logprobs"),
+        ("custom_misshapen", r"`ratio` of the PolicyLoss it returned has shape \[1\], not"),
+        ("custom_broken", "it raised AttributeError: 'LossTokens' object has no attribute 'log_probs'"),
+    ):
+        objective = Objective.of(AlgorithmConfig(loss=f"test_losses:{name}"))
+        with pytest.raises(UserError, match=f"algorithm.loss = 'test_losses:{name}': {says}"):
+            microbatch_loss(packing.now, packing.entropy, packing.batch, objective, Tally())
     with pytest.raises(UserError, match=r"test_losses:missing.: test_losses has no .missing."):
         Objective.of(AlgorithmConfig(loss="test_losses:missing"))
+
+
+def test_a_loss_of_ones_own_is_not_asked_about_no_tokens(monkeypatch: pytest.MonkeyPatch):
+    """A rank without work takes part in the update all the same."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    nothing = pack([], [])
+    nothing.old_logprobs = torch.zeros(0)
+    logprobs = torch.zeros(0, requires_grad=True)
+    objective = Objective.of(AlgorithmConfig(loss="test_losses:custom_of_some"))
+    loss = microbatch_loss(logprobs, torch.zeros(0), nothing, objective, Tally())
+    assert loss.item() == 0
+    assert loss.requires_grad
 
 
 def test_zero_advantage_is_skipped_only_where_it_changes_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -46,6 +47,19 @@ def test_a_group_made_by_hand_believes_local_rank(monkeypatch: pytest.MonkeyPatc
     assert init_world("cpu").local_rank == 0
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert init_world("cpu").local_rank == 2
+
+
+def test_nccl_is_set_up_as_in_sglangs_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang turns cuMem handles off unless it is told otherwise, and both sides of a broadcast must be alike."""
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # somebody's own choice, for both
+    init_world("cpu", broadcasts_to_servers=True)
+    assert os.environ["NCCL_CUMEM_ENABLE"] == "1"
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE")
+    init_world("cpu")
+    assert "NCCL_CUMEM_ENABLE" not in os.environ
+    init_world("cpu", broadcasts_to_servers=True)
+    assert os.environ["NCCL_CUMEM_ENABLE"] == "0"
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # what was there before comes back afterwards
 
 
 def test_ranks_of_one_engine_wait_as_long_as_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,24 @@ def test_failed_samples_are_counted_and_told_at_most_every_ten_steps() -> None:
     assert "8 of 8 samples failed and were left out; log.save_samples keeps" in file.getvalue()
 
 
+def test_steps_without_an_update_and_skipped_updates_are_told() -> None:
+    console, file = printed()
+    masked = {"rollout/samples": 8.0, "rollout/truncated_share": 1.0}
+    console.step(1, 40, masked)
+    console.step(2, 40, masked)
+    console.step(12, 40, masked | {"optim/lr": 1e-5})  # cut, but trained on
+    console.step(13, 40, masked | {"critic/lr": 1e-5})  # the critic alone
+    console.step(14, 40, METRICS | {"optim/skipped_updates": 2.0, "critic/skipped_updates": 0.0})
+    console.step(15, 40, METRICS | {"optim/skipped_updates": 2.0})
+    console.step(30, 40, METRICS | {"optim/skipped_updates": 0.0, "critic/skipped_updates": 1.0})
+    assert [line.split(";")[0] for line in file.getvalue().splitlines() if line.startswith("warning")] == [
+        "warning  step 1: every answer was cut by its length and left out of the loss (rollout.truncated), so nothing "
+        "is trained",
+        "warning  step 14: gradients were not finite, so updates were skipped (optim/skipped_updates 2)",
+        "warning  step 30: gradients were not finite, so updates were skipped (critic/skipped_updates 1)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [(59.4, "59s"), (59.6, "1m00s"), (119.7, "2m00s"), (599.7, "10m"), (3569.4, "59m"), (3570, "1.0h"), (2e5, "2d")],

@@ -64,6 +64,19 @@ def test_clip_scales_to_the_norm():
     assert p.tolist() == pytest.approx([-0.6, -0.8], abs=1e-5)
 
 
+def test_the_norm_of_millions_of_elements_is_that_in_float64():
+    """Also where a row is not full, and where a tensor is smaller than one."""
+    g = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (5_000_001, 3, 4096)]
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=g) * 1e-3
+    squares = sum(float(p.grad.double().square().sum()) for p in parameters)
+    assert grad_norm(parameters) == pytest.approx(math.sqrt(squares), rel=1e-7)
+    parameters[0].grad[-1] = math.nan
+    assert math.isnan(grad_norm(parameters))
+
+
+@pytest.mark.filterwarnings("error")  # torch would advise against the order of calls
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_non_finite_gradient_skips_the_step_and_schedule_goes_on(bad):
     p = torch.nn.Parameter(torch.ones(2, 1))

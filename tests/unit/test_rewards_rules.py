@@ -225,6 +225,10 @@ def test_random_is_fair_and_the_same_after_a_restart() -> None:
     assert abs(sum(draws) - 500) < 64  # four standard deviations
 
 
+def test_none_is_0_whatever_is_said() -> None:
+    assert grade("none", "42", None) == grade("none", "", "42") == 0
+
+
 BAD_LABELS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("math", None, {}, "the label is missing"),
     ("math", "", {}, "the label is empty"),

@@ -245,6 +245,13 @@ def test_sections_of_rl_are_told(trainer_for, capsys) -> None:
     assert "note  not used by lightrl sft: [reward], [rollout]" in capsys.readouterr().out
 
 
+def test_an_update_larger_than_the_data_is_told(trainer_for, tmp_path, capsys) -> None:
+    trainer_for(sft={"batch_size": 13}, run={"steps": 1}).train()
+    assert "warning  sft.batch_size = 13 in this run, but there are 12 conversations" in capsys.readouterr().out
+    trainer_for(sft={"batch_size": 13, "epochs": 1}, run={"dir": str(tmp_path / "other")}).train()
+    assert "sft.batch_size" not in capsys.readouterr().out
+
+
 def test_the_shipped_recipe_runs(tmp_path, monkeypatch) -> None:
     """In a folder that has a miniature model and sums in the places that `lightrl fetch` fills."""
     from lightrl.data.tasks import write_arithmetic

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightrl.config.schema import AlgorithmConfig, CorrectionConfig, ModelConfig
 from lightrl.distributed.mesh import World, close_world, init_world
+from lightrl.kernels.divergence import Head, linear_divergence
 from lightrl.observe.metrics import Tally
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
@@ -234,3 +235,20 @@ def test_the_cases_differ(both: Any) -> None:
     """Each setting has a say: no two cases have the same loss, but for those that differ in other batches only."""
     losses = {name: round(theirs(both, settings)[0], 5) for name, (settings, _, _) in CASES.items()}
     assert len(set(losses.values())) == len(losses), losses
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.3), ("jsd", 0.5)])
+def test_divergences_are_those_of_gkd(kind: str, beta: float) -> None:
+    """TRL's `beta` names the two KLs too. Values and gradients of the logits, at temperature 0.9."""
+    from trl.experimental.gkd import GKDTrainer
+
+    g = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(1, 13, 37, generator=g).requires_grad_(), torch.randn(1, 13, 37, generator=g)
+    theirs = GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, temperature=TEMPERATURE, reduction="sum")
+    (expected,) = torch.autograd.grad(theirs, student)
+    one = torch.eye(37)  # hidden states that are the logits
+    heads = [Head(weight=one, temperature=TEMPERATURE)] * 2
+    mine = linear_divergence(student[0], heads[0], teacher[0], heads[1], size=37, kind=kind, beta=beta or 0.5).sum()
+    (found,) = torch.autograd.grad(mine, student)
+    assert mine.item() == pytest.approx(theirs.item(), abs=1e-5)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

@@ -79,6 +79,11 @@ def reinforce_plus_plus_baseline(group: GroupRewards) -> Tensor:
     return grpo(group, normalize_std=False)
 
 
+def none(group: GroupRewards) -> Tensor:
+    """0, whatever the rewards: what is learned is a teacher's (`[teacher]`), or a KL or entropy term's."""
+    return torch.zeros_like(group.rewards)
+
+
 # ----- of tokens: [N]
 
 

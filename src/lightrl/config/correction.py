@@ -47,6 +47,9 @@ class CorrectionConfig:
     score_centering_top_k: Count = 0
     """Take the expected score under the engine off the policy's gradient, so that their mismatch does not add up
     (score centering): over so many of the engine's likeliest tokens at each place; 0 is off."""
+    routing_replay: Literal["none", "trainer", "rollout"] = "none"
+    """Routing replay, for mixtures of experts: `trainer` (R2): a step's updates choose the experts that the trainer
+    chose before them; `rollout` (R3): the trainer chooses those that the engine chose."""
 
     @property
     def tis_bounds(self) -> tuple[float, float]:

@@ -26,11 +26,13 @@ class Estimator:
 
     critic: bool = False
     """Needs a critic's values (`[critic]`)."""
+    rewards: bool = True
+    """Do rewards enter?"""
 
     @property
     def compares(self) -> bool:
         """Do equal rewards of a group, or a group of one, teach nothing? Not known of a function of the user's own."""
-        return self.kind == "group" and self in ESTIMATORS.values()
+        return self.kind == "group" and self.rewards and self in ESTIMATORS.values()
 
 
 ESTIMATORS = {
@@ -41,6 +43,7 @@ ESTIMATORS = {
     ),
     "gae": Estimator(function=f"{_HERE}:gae", kind="tokens", whiten="batch", keys=("gamma", "gae_lambda"), critic=True),
     "reinforce_plus_plus_baseline": Estimator(function=f"{_HERE}:reinforce_plus_plus_baseline", whiten="batch"),
+    "none": Estimator(function=f"{_HERE}:none", rewards=False),
 }
 
 OPTIONS = {"normalize_std": True, "gamma": 1.0, "gae_lambda": 1.0}

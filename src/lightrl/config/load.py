@@ -51,12 +51,14 @@ def load_for_run(
     *,
     evaluate: bool = False,
     command: str = "train",
+    generate: bool = False,
     code_fault: Callable[[str, str], str | None] = lambda _key, _name: None,
 ) -> Config:
     """`load_config`, and what can be told before torch is imported: required keys are set, local files exist, and the
     run may have its folder. `code_fault(key, name)` says of each rule and function named why there is none, or None.
 
-    With `evaluate`, there also has to be a set to evaluate; for a `command` of its own, such as sft, its rules hold.
+    With `evaluate`, there also has to be a set to evaluate; for a `command` of its own, such as sft, its rules hold;
+    with `generate`, the run is not gone on with.
     """
     config, sources = _load(paths, overrides, {})
     if config is not None and not sources.broken:
@@ -70,9 +72,9 @@ def load_for_run(
         for path, name in code_in(config):
             if (fault := code_fault(str(path[-1]), name)) is not None:
                 _add(sources, path, fault)
-        if not evaluate and not config.run.resume and holds_run(config.run.dir):
+        if not (evaluate or generate) and not config.run.resume and holds_run(config.run.dir):
             _add(sources, "run.dir", used_dir_fault(config.run.dir))
-        if not evaluate and config.run.resume and (newest := newest_state(config.run.dir)) is not None:
+        if not (evaluate or generate) and config.run.resume and (newest := newest_state(config.run.dir)) is not None:
             other_order = order_fault(newest[1], seed=config.run.seed, shuffle=config.data.shuffle)
             if other_order is not None:
                 _add(sources, *other_order)
@@ -219,8 +221,11 @@ def _check_files(config: Config, sources: Sources) -> None:
         place = value if FilePath(value).expanduser().exists() else _SLICE.sub("", value)
         if _is_local(place) and not FilePath(place).expanduser().exists():
             _add(sources, key, f"no such file or folder: {place}")
+    if config.debug.rollouts is not None and not FilePath(config.debug.rollouts).expanduser().exists():
+        _add(sources, "debug.rollouts", f"no such file or folder: {config.debug.rollouts}")
     models = [(("model", name), getattr(config.model, name)) for name in ("path", "tokenizer", "reference_path")]
-    models += [(("critic", "path"), config.critic.path), (("dpo", "reference_path"), config.dpo.reference_path)]
+    models += [((name, "path"), getattr(config, name).path) for name in ("critic", "teacher")]
+    models.append((("dpo", "reference_path"), config.dpo.reference_path))
     for key, value in models:
         if value and (fault := model_fault(value)) is not None:
             _add(sources, key, fault)

@@ -103,7 +103,10 @@ def _dpo_problems(config: Config) -> Problems:
 
 
 def _rm_problems(config: Config) -> Problems:
-    return _pairs_problems(config, "rm")
+    problems = _pairs_problems(config, "rm")
+    if config.lora.rank:
+        problems.append(("lora.rank", "lightrl rm trains all weights: set it to 0"))
+    return problems
 
 
 def _pairs_problems(config: Config, command: str) -> Problems:

@@ -92,6 +92,12 @@ def of_schedules(config: Config) -> Problems:
     for name, optim in (("optim", config.optim), ("critic_optim", config.critic_optim)):
         if optim.schedule == "wsd" and optim.decay_steps == 0:
             problems.append((f"{name}.decay_steps", f"{name}.schedule = 'wsd' needs decay_steps > 0"))
+        if optim.schedule != "wsd" and optim.decay_steps > 0:
+            text = f"not used by {name}.schedule = {optim.schedule!r}: drop it, or choose 'wsd'"
+            problems.append((f"{name}.decay_steps", text))
+        if optim.schedule == "constant" and optim.min_lr_ratio > 0:
+            text = f"{name}.schedule = 'constant' does not decay: drop it, or choose 'linear', 'cosine' or 'wsd'"
+            problems.append((f"{name}.min_lr_ratio", text))
         by_epochs = any(section.epochs is not None for section in (config.sft, config.dpo, config.rm))
         if not by_epochs and optim.warmup_steps + optim.decay_steps > updates:
             problems.append(
@@ -151,6 +157,16 @@ def _of_sglang(config: Config) -> Problems:
     return problems
 
 
+_URL = r"https?://(\[[\da-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?(/[\w./-]*)?"
+
+
+def _of_url(key: str, url: str) -> Problems:
+    if re.fullmatch(_URL, url) is not None:
+        return []
+    shown = re.sub(r"//.*@", "//…@", url)
+    return [(key, f"{shown!r} is not of the form http://HOST:PORT (keys: api_key_env)")]
+
+
 def _of_servers(config: Config) -> Problems:
     engine, problems = config.engine, []
     if engine.quantization != "none":
@@ -160,9 +176,7 @@ def _of_servers(config: Config) -> Problems:
     if len(set(engine.urls)) < len(engine.urls):
         problems.append(("engine.urls", "a server is listed twice"))
     for url in engine.urls:
-        if re.fullmatch(r"https?://(\[[\da-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?(/[\w./-]*)?", url) is None:
-            shown = re.sub(r"//.*@", "//…@", url)
-            problems.append(("engine.urls", f"{shown!r} is not of the form http://HOST:PORT (keys: api_key_env)"))
+        problems += _of_url("engine.urls", url)
     if engine.tensor_parallel > 1:
         problems.append(("engine.tensor_parallel", "servers are split by their own --tp-size: remove it"))
     if engine.args:
@@ -224,7 +238,7 @@ def of_corrections(config: Config) -> Problems:
         problems += _of_bounds("tis", c.tis_lower_bound, *c.tis_bounds)
     if c.use_rs:
         problems += _of_bounds("rs", c.rs_lower_bound, *c.rs_bounds)
-    problems += _of_score_centering(config)
+    problems += _of_score_centering(config) + _of_routing_replay(config)
     if c.use_rollout_logprobs and c.use_tis:
         if config.algorithm.loss in LOSSES and LOSSES[config.algorithm.loss].has_ratio:
             text = (
@@ -272,6 +286,28 @@ def _of_score_centering(config: Config) -> Problems:
     return problems
 
 
+def _of_routing_replay(config: Config) -> Problems:
+    """A record must be made before what it is for, and of the tokens that it is for."""
+    c, key = config.correction, "correction.routing_replay"
+    if c.routing_replay == "trainer":
+        if config.algorithm.minibatches_per_step == 1:
+            text = (
+                "'trainer' replays in a step's updates what was chosen before them, and with "
+                "algorithm.minibatches_per_step = 1 nothing is: raise that, choose 'rollout', or drop this"
+            )
+            return [(key, text)]
+        if c.use_rollout_logprobs:
+            text = "'trainer' records in the pass that correction.use_rollout_logprobs saves: choose 'rollout'"
+            return [(key, f"{text}, or drop one of the two")]
+    if c.routing_replay == "rollout" and config.engine.kind == "sglang":
+        if config.run.device == "cpu":
+            return [(key, "SGLang records routing on GPUs only: choose engine.kind = 'transformers', or drop this")]
+        if config.engine.args.get("enable_hierarchical_cache"):
+            text = "keeps no record of the prefixes that it brings back: drop it"
+            return [("engine.args", f"enable_hierarchical_cache: with {key} = 'rollout' SGLang {text}")]
+    return []
+
+
 _SWITCHED = {
     "use_tis": ("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     "use_rs": ("rs_level", "rs_lower_bound", "rs_upper_bound"),
@@ -287,3 +323,96 @@ def _of_bounds(name: str, given: float | None, low: float, high: float) -> Probl
         text = f"correction.{name}_lower_bound is {low:g} by default, not below {high:g}: set it, or raise this"
         return [(upper, text)]
     return [(f"correction.{name}_lower_bound", f"{low:g} is not below {upper} = {high:g}: exchange them")]
+
+
+def of_teachers(config: Config) -> Problems:
+    """Keys of `[teacher]` that have no effect or ask for what a teacher cannot give; an advantage of nothing."""
+    teacher = config.teacher
+    if not teacher.enabled:
+        problems = [
+            (f"teacher.{field.name}", "only used with teacher.path or teacher.url: set one of them, or drop this")
+            for field in dataclasses.fields(teacher)
+            if getattr(teacher, field.name) != getattr(type(teacher)(), field.name)
+        ]
+        return problems + _of_no_advantage(config)
+    problems = [
+        (f"teacher.{key}", f"only used with teacher.{switch} = {value!r}: set that, or drop this")
+        for switch, value, keys in (
+            ("form", "top_k", ("top_k", "top_k_from")),
+            ("divergence", "jsd", ("jsd_beta",)),
+        )
+        for key in keys
+        if getattr(teacher, switch) != value and getattr(teacher, key) is not None
+    ]
+    if teacher.form == "sampled" and teacher.kind != "reverse_kl":
+        text = (
+            f"{teacher.kind!r} wants more than the sampled token, which is all of teacher.form = 'sampled': choose "
+            "'top_k' or 'full' there"
+        )
+        problems.append(("teacher.divergence", text))
+    if teacher.student_k and (config.rollout.top_p < 1 or config.rollout.top_k > 0):
+        name = "top_p" if config.rollout.top_p < 1 else "top_k"
+        text = f"the engine names no likeliest tokens where rollout.{name} cuts its distribution: remove it"
+        problems.append(("teacher.top_k_from", text))
+    problems += _of_teacher_path(config) if teacher.url is None else _of_teacher_url(config, teacher.url)
+    return problems + _of_no_advantage(config)
+
+
+def _of_teacher_path(config: Config) -> Problems:
+    teacher = config.teacher
+    return [
+        (f"teacher.{key}", "only used with teacher.url: set that, or drop this")
+        for key in ("api_key_env", "request_timeout")
+        if getattr(teacher, key) != getattr(type(teacher)(), key)
+    ]
+
+
+def _of_teacher_url(config: Config, url: str) -> Problems:
+    """What a server tells of its prompts: log-probs of their tokens and of its own likeliest, at temperature 1."""
+    teacher, problems = config.teacher, _of_url("teacher.url", url)
+    if teacher.path is not None:
+        problems.append(("teacher.url", "teacher.path names a teacher too: drop one of the two"))
+    if teacher.revision is not None:
+        problems.append(("teacher.revision", "it is of teacher.path; the server at teacher.url has its own: drop it"))
+    if url.rstrip("/") in [other.rstrip("/") for other in config.engine.urls]:
+        problems.append(("teacher.url", "it is one of engine.urls, which get the policy's weights: name another"))
+    if teacher.form == "full":
+        text = (
+            "'full' wants all of the teacher's distribution, which teacher.url does not send: choose 'top_k', or name"
+        )
+        problems.append(("teacher.form", f"{text} teacher.path"))
+    if teacher.student_k:
+        text = "a server at teacher.url names its own likeliest tokens alone: choose 'teacher', or name teacher.path"
+        problems.append(("teacher.top_k_from", text))
+    if teacher.temperature is None and config.rollout.temperature != 1:
+        text = (
+            f"a server at teacher.url answers at temperature 1, and rollout.temperature is "
+            f"{config.rollout.temperature:g}: set 1 here if the policy at its own is to be drawn to that, or there"
+        )
+        problems.append(("teacher.temperature", text))
+    elif teacher.temperature not in (None, 1):
+        text = f"{teacher.temperature:g} is not what a server at teacher.url answers at: set 1, or name teacher.path"
+        problems.append(("teacher.temperature", text))
+    return problems
+
+
+def _of_no_advantage(config: Config) -> Problems:
+    """`algorithm.advantage = "none"`: something else has to teach, and what works by rewards does nothing."""
+    algorithm, key = config.algorithm, "algorithm.advantage"
+    if algorithm.estimator.rewards:
+        return []
+    problems = []
+    by_reward = algorithm.kl_in == "reward"
+    if not (config.teacher.enabled or algorithm.entropy_coef or (algorithm.kl_coef and not by_reward)):
+        problems.append(
+            (key, "'none' leaves nothing to learn from: set teacher.path or teacher.url, or choose another")
+        )
+    others = {
+        "algorithm.kl_in = 'reward'": algorithm.kl_coef > 0 and by_reward,
+        "algorithm.overlong_buffer": algorithm.overlong_buffer is not None,
+        "algorithm.whiten": algorithm.whiten not in (None, "none"),
+        "rollout.filter = 'nonzero_std'": config.rollout.filter == "nonzero_std",
+    }
+    return problems + [
+        (key, f"'none' makes nothing of rewards, nor of {name}: drop it") for name, on in others.items() if on
+    ]

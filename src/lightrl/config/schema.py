@@ -20,9 +20,18 @@ from lightrl.config.engines import EngineConfig as EngineConfig
 from lightrl.config.engines import SyncConfig as SyncConfig
 from lightrl.config.estimators import Estimator, estimator
 from lightrl.config.kinds import STRICT, Code, Count, Fraction, NonNegative, PositiveFloat, PositiveInt, Seconds
+from lightrl.config.looking import DebugConfig as DebugConfig
+from lightrl.config.looking import DumpConfig as DumpConfig
+from lightrl.config.looking import looking_problems
+from lightrl.config.lora import LoraConfig as LoraConfig
+from lightrl.config.lora import lora_problems
+from lightrl.config.optim import CriticConfig as CriticConfig
+from lightrl.config.optim import CriticOptimConfig as CriticOptimConfig
+from lightrl.config.optim import OptimConfig as OptimConfig
 from lightrl.config.preferences import DPOConfig as DPOConfig
 from lightrl.config.preferences import RMConfig as RMConfig
 from lightrl.config.sft import SFTConfig as SFTConfig
+from lightrl.config.teacher import TeacherConfig as TeacherConfig
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -41,6 +50,8 @@ class RunConfig:
     """Where to compute; `auto` takes CUDA when there is one."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (slower on GPU; the CPU is deterministic already)."""
+    on_step: Code = "none"
+    """`package.module:function` called on every rank after each step (docs/inspect.md#hooks)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -94,6 +105,8 @@ class DataConfig:
     """Extra arguments of the chat template, such as `enable_thinking = false`."""
     system_prompt: str | None = None
     """System message put before each conversation that has none."""
+    map: Code = "none"
+    """`package.module:function` that turns each row into another, or None to leave it out (docs/inspect.md#hooks)."""
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt; default: what the model's context leaves beside the response."""
     overlong: Literal["drop", "truncate", "error"] = "drop"
@@ -109,7 +122,8 @@ class RewardConfig:
 
     type: Code = ""
     """Name of a rule (math, deepscaler, dapo, f1, gpqa, number, exact, random; `boxed_NAME` grades the last box), or
-    `package.module:function`. A row's `metadata.rm_type` wins. Required unless every row names one."""
+    `package.module:function`. A row's `metadata.rm_type` wins. Required unless every row names one, or
+    `algorithm.advantage` is `none`."""
     key: str | None = None
     """Which entry of a dict reward is the number to train on."""
     batched: bool = False
@@ -156,6 +170,8 @@ class RolloutConfig:
     `prompts_per_step`."""
     max_draws: PositiveInt = 8
     """Most draws a step; after them it trains on what has passed, and stops the run when nothing has."""
+    generate: Code = "none"
+    """`package.module:function` that answers a prompt in place of one request to the engine (docs/inspect.md#hooks)."""
 
     @property
     def prompts_per_draw(self) -> int:
@@ -168,8 +184,9 @@ class AlgorithmConfig:
     """Advantages and loss."""
 
     advantage: Code = "grpo"
-    """Advantage estimator: grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (with a critic), or
-    `package.module:function`; formulas in docs/algorithms.md. Dr.GRPO is `grpo` with `normalize_std = false`."""
+    """Advantage estimator: grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (with a critic), none
+    (of a teacher alone), or `package.module:function`; formulas in docs/algorithms.md. Dr.GRPO is `grpo` with
+    `normalize_std = false`."""
     normalize_std: bool = True
     """`grpo`: divide group-centred rewards by their standard deviation (GRPO); false only centres them (Dr.GRPO)."""
     gamma: Fraction = 1.0
@@ -231,51 +248,6 @@ class AlgorithmConfig:
     def whitening(self) -> Literal["none", "batch", "group"]:
         """`whiten`, or the estimator's own."""
         return self.estimator.whiten if self.whiten is None else self.whiten
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class OptimConfig:
-    """AdamW and its schedule."""
-
-    lr: NonNegative = 1e-6
-    """Peak learning rate."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Decay of the two moments."""
-    eps: PositiveFloat = 1e-8
-    """Added to the denominator."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled decay of matrices; norms and biases have none."""
-    max_grad_norm: NonNegative = 1.0
-    """Clip the global gradient norm here; 0 is off."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Shape after warm-up. `wsd`: constant, then linear decay over the last `decay_steps` updates."""
-    warmup_steps: Count = 0
-    """Updates of linear warm-up."""
-    decay_steps: Count = 0
-    """Length of the decay of `wsd`, in updates."""
-    min_lr_ratio: Fraction = 0.0
-    """Where decays end, as a share of `lr`."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class CriticConfig:
-    """The critic of `algorithm.advantage = "gae"`: a second model with a value head, sharded as the policy is."""
-
-    path: str | None = None
-    """Checkpoint it starts from: a causal LM, which gets a new value head, or a sequence classifier of one label (a
-    reward model, an exported critic). Default: `model.path`."""
-    value_clip: PositiveFloat | None = None
-    """Clip values to this distance from those before the step's updates in the loss (PPO); default: off."""
-    pretrain_steps: Count = 0
-    """First steps of the run in which the critic alone learns and the policy stays as it is."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class CriticOptimConfig(OptimConfig):
-    """As `[optim]`, for the critic."""
-
-    lr: NonNegative = 1e-5
-    """Peak learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -341,6 +313,8 @@ class EvalSetConfig:
     """As `data.apply_chat_template`."""
     system_prompt: str | None = None
     """As `data.system_prompt`."""
+    map: Code | None = None
+    """As `data.map`; `none` takes the rows as they are."""
     reward: Code | None = None
     """As `reward.type`."""
     samples_per_prompt: PositiveInt = 1
@@ -370,6 +344,17 @@ class EvalConfig:
     """Evaluate before the first step (only if `every` is set)."""
     sets: list[EvalSetConfig] = field(default_factory=list)
     """`[[eval.sets]]` tables."""
+    url: str | None = None
+    """Evaluator elsewhere, such as `http://node9:8000/evaluate`: it is sent a checkpoint's place by POST, answers with
+    metrics, and training goes on meanwhile (docs/inspect.md#an-evaluator-elsewhere)."""
+    url_every: Count = 0
+    """Steps between its checkpoints, exported in Hugging Face format to `dir/hf`; the last step is one too."""
+    url_timeout: Seconds = 3600.0
+    """Seconds one answer may take."""
+    url_retries: Count = 3
+    """Further attempts when it cannot be reached, is busy or has failed; pauses double from one second on."""
+    url_key_env: str | None = None
+    """Name of the environment variable with its key, sent as a bearer token."""
 
     def missed_gates(self, metrics: Mapping[str, float]) -> list[str]:
         """A line for each set whose `gate` an evaluation's metrics do not reach; none where it was not evaluated.
@@ -405,6 +390,10 @@ class LogConfig:
     """Steps between printed samples."""
     save_samples: bool = True
     """Write every sample to `dir/samples/` (read by `lightrl report`)."""
+    timeline_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last step that are drawn sample by sample into `dir/timeline/`, for chrome://tracing or Perfetto."""
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last step that torch's profiler records, into `dir/profile/`."""
     wandb_project: str | None = None
     """Project of the W&B run."""
     wandb_name: str | None = None
@@ -417,6 +406,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -424,6 +414,7 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     rm: RMConfig = field(default_factory=RMConfig)
@@ -434,6 +425,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    dump: DumpConfig = field(default_factory=DumpConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
     def validate(self) -> list[tuple[str, str]]:
         """Rules between sections, as (key, what is wrong and what to do); empty when all hold."""
@@ -451,11 +444,15 @@ class Config:
             problems.append(("algorithm.constant_length", "only used by algorithm.aggregation = 'constant': drop it"))
         if self.model.reference_path is not None and self.algorithm.kl_coef == 0:
             problems.append(("model.reference_path", "a reference is only used with algorithm.kl_coef > 0"))
+        if self.model.recompute_attention and not self.model.activation_checkpointing:
+            text = "only used with model.activation_checkpointing = true: set it, or drop this"
+            problems.append(("model.recompute_attention", text))
         if self.eval.every and not self.eval.sets:
             problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
         problems += rules.of_advantages(self) + rules.of_critics(self) + rules.of_shared_rows(self)
-        problems += rules.of_losses(self) + rules.of_corrections(self)
+        problems += rules.of_losses(self) + rules.of_corrections(self) + rules.of_teachers(self) + lora_problems(self)
+        problems += looking_problems(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems

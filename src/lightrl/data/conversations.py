@@ -11,6 +11,7 @@ from typing import Any
 from lightrl.config.schema import DataConfig, SFTConfig
 from lightrl.data.encoding import RowEncoder, usual
 from lightrl.data.errors import BadRows, DataError
+from lightrl.data.mapping import Mapper
 from lightrl.data.render import RowError, RowReader, kind_of
 from lightrl.data.rows import read_rows
 from lightrl.data.turns import Message, TurnError
@@ -63,14 +64,14 @@ def load_conversations(
 
     Raises DataError with `file:line`, for the first bad row and the number of others.
     """
-    reader = _Reader(data, sft, tokenizer, end_ids)
+    reader, mapped = _Reader(data, sft, tokenizer, end_ids), Mapper(data.map)
     bad = BadRows()
     found: list[Conversation] = []
     paths = [data.path] if isinstance(data.path, str) else list(data.path)
     if not any(paths):
         raise DataError("data.path is not set: name a jsonl or parquet file, a folder or a hub dataset")
     for path in paths:
-        for source, row in read_rows(path, data.split, bad):
+        for source, row in mapped(read_rows(path, data.split, bad), bad):
             try:
                 tokens, mask = reader.read(row)
             except (RowError, TurnError) as error:
@@ -78,11 +79,13 @@ def load_conversations(
             else:
                 found.append(Conversation(index=len(found), tokens=tokens, loss_mask=mask, source=source))
     bad.raise_if_any()
+    mapped.check_any(", ".join(paths))
     reader.rows.check_optional_keys(", ".join(paths))
     limit = min(context_length, sft.max_tokens or context_length)
     reason = "the model's context" if limit == context_length else "sft.max_tokens"
     kept, notice = _hold_to_limit(found, limit, reason, data.overlong)
-    notices = tuple(text for text in (notice, *reader.encoder.notices()) if text)
+    left_out = f"data.map left out {mapped.left_out} rows" if mapped.left_out else ""
+    notices = tuple(text for text in (left_out, notice, *reader.notices()) if text)
     return ConversationSet(conversations=kept, limit=limit, notices=notices)
 
 
@@ -93,15 +96,18 @@ class _Reader:
         self.data, self.sft, self.tokenizer = data, sft, tokenizer
         self.rows = RowReader(data, tokenizer)
         self.encoder = RowEncoder(data, tokenizer, end_ids, sft.end_of_turn, "sft.end_of_turn")
+        self.empty = 0
 
     def read(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """Ids and mask of a row. Raises RowError or TurnError."""
         data = self.data
         value = self.rows.field(row, data.input_key, "input_key")
         label = None if data.label_key is None else self.rows.field(row, data.label_key, "label_key")
-        if data.label_key is not None and not (isinstance(label, str) and label):
-            found = "an empty string" if label == "" else kind_of(label)
-            raise RowError(f"field {data.label_key!r} (data.label_key) must be the answer as text, found {found}")
+        if data.label_key is not None and not (isinstance(label, str | list) and label):
+            found = f"an empty {'string' if label == '' else 'list'}" if label in ("", []) else kind_of(label)
+            raise RowError(
+                f"field {data.label_key!r} (data.label_key) must be the answer, as text or as messages, found {found}"
+            )
         tools = self.rows.parsed(row, "tool_key", list, "a list") or None
         if not isinstance(value, str | list):
             raise RowError(
@@ -114,17 +120,37 @@ class _Reader:
             return self.encoder.plain(value, label, f"field {data.input_key!r} (data.input_key)")
         given: list[Any] = [{"role": "user", "content": value}] if isinstance(value, str) else value
         messages = self.rows.messages([usual(m) for m in given], answered=label is None)
-        if label is not None:
-            messages.append({"role": "assistant", "content": label})
+        answer: list[Any] = [{"role": "assistant", "content": label}] if isinstance(label, str) else label or []
+        if answer:
+            messages += self.rows.messages([usual(m) for m in answer], answered=True, key="label_key")
         messages = self.rows.with_system_prompt(messages)
-        trained = _trained(messages, self.sft.train_on)
+        trained = _trained(messages, self.sft.train_on, first=len(messages) - len(answer) if answer else 0)
+        self.empty += any(t and _is_empty(m) for t, m in zip(trained, messages, strict=True))
         return self.encoder.chat(messages, trained, tools)
 
+    def notices(self) -> list[str]:
+        """What is worth knowing of the rows and the template."""
+        empty = (
+            f"data: in {self.empty} conversations an answer to train on is empty, so that the model learns to say "
+            "nothing: remove the rows, or set train = false in the message"
+        )
+        return [empty] * (self.empty > 0) + self.encoder.notices()
 
-def _trained(messages: Sequence[Message], train_on: str) -> list[bool]:
-    """Which messages are trained: the assistant's, or its last, unless they say otherwise (`train`, or `weight`)."""
+
+def _is_empty(message: Message) -> bool:
+    """No text, and nothing else (tool calls, thoughts) that a template could write."""
+    content = message.get("content")
+    blank = not content or (isinstance(content, str) and not content.strip())
+    return blank and not any(v for k, v in message.items() if k not in ("role", "content", "train", "weight"))
+
+
+def _trained(messages: Sequence[Message], train_on: str, first: int = 0) -> list[bool]:
+    """Which messages are trained: the assistant's, or its last, unless they say otherwise (`train`, or `weight`).
+
+    Those before the `first` one are the prompt of an answer in a field of its own.
+    """
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    wanted = set(answers if train_on == "assistant" else answers[-1:])
+    wanted = {i for i in (answers if train_on == "assistant" else answers[-1:]) if i >= first}
     for number, message in enumerate(messages):
         for name in ("train", "weight"):
             value = message.get(name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightrl.config.schema import DataConfig
 from lightrl.data.errors import DataError
-from lightrl.data.render import RowError, encodable
+from lightrl.data.render import RowError, encodable, kind_of
 from lightrl.data.turns import ConversationEncoder, Message, TurnError
 
 # Names of the other usual shape, {"from": "human", "value": "…"}, that of ShareGPT and OpenHermes.
@@ -62,7 +62,7 @@ class RowEncoder:
 
         `name` is the prompt's, for messages. Raises RowError.
         """
-        if isinstance(text, list):
+        if isinstance(text, list) or isinstance(answer, list):
             raise RowError("chat messages need the chat template: set data.apply_chat_template = true")
         if not (encodable(text) and encodable(answer)):
             raise RowError(_HALF)
@@ -104,6 +104,8 @@ def usual(message: Any) -> Any:
     speaker = message["from"]
     if speaker not in _SPEAKERS:
         raise RowError(f"a message is from {speaker!r}: known are {', '.join(_SPEAKERS)}")
+    if not isinstance(message["value"], str | list):
+        raise RowError(f"a message's 'value' must be text, found {kind_of(message['value'])}")
     others = {k: v for k, v in message.items() if k not in ("from", "value")}
     return {"role": _SPEAKERS[speaker], "content": message["value"], **others}
 

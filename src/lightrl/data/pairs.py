@@ -12,6 +12,7 @@ from typing import Any
 from lightrl.config.schema import DataConfig, DPOConfig, RMConfig
 from lightrl.data.encoding import RowEncoder, usual
 from lightrl.data.errors import BadRows, DataError
+from lightrl.data.mapping import Mapper
 from lightrl.data.render import RowError, RowReader, kind_of
 from lightrl.data.rows import read_rows
 from lightrl.data.turns import Message, TurnError
@@ -89,7 +90,7 @@ def load_pairs(
     `end_ids` end a response; `pad_token_id` are what a reward model looks before for the last token. Raises DataError
     with `file:line`, for the first bad row and the number of others.
     """
-    reader = _Reader(data, config, tokenizer, end_ids, pad_token_id)
+    reader, mapped = _Reader(data, config, tokenizer, end_ids, pad_token_id), Mapper(data.map)
     bad = BadRows()
     found: list[Pair] = []
     same = 0
@@ -97,7 +98,7 @@ def load_pairs(
     if not any(paths):
         raise DataError("data.path is not set: name a jsonl or parquet file, a folder or a hub dataset")
     for path in paths:
-        for source, row in read_rows(path, data.split, bad):
+        for source, row in mapped(read_rows(path, data.split, bad), bad):
             try:
                 pair = reader.read(source, row)
             except (RowError, TurnError) as error:
@@ -113,7 +114,8 @@ def load_pairs(
         )
     kept, notice = _hold_to_limit(found, data.overlong, context_length, config.max_tokens, reader.section)
     left_out = f"data: left out {same} of {same + len(found)} pairs whose answers are the same" if same else ""
-    notices = tuple(text for text in (left_out, notice, *reader.encoder.notices()) if text)
+    by_map = f"data.map left out {mapped.left_out} rows" if mapped.left_out else ""
+    notices = tuple(text for text in (by_map, left_out, notice, *reader.encoder.notices()) if text)
     return PairSet(pairs=[replace(pair, index=i) for i, pair in enumerate(kept)], notices=notices)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightrl.config.schema import DataConfig
 from lightrl.data.errors import BadRows, DataError
+from lightrl.data.mapping import Mapper, RowMap
 from lightrl.data.render import RowReader
 from lightrl.data.rows import read_rows
 from lightrl.types import Prompt
@@ -26,6 +27,8 @@ class PromptSet:
     """Longest prompt, in tokens."""
     dropped: int = 0
     truncated: int = 0
+    left_out: int = 0
+    """Rows that `data.map` left out."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -38,13 +41,14 @@ class PromptSet:
 
     @property
     def notice(self) -> str:
-        """One line on prompts that were dropped or truncated; empty when none was."""
+        """One line on prompts that were left out, dropped or truncated; empty when none was."""
         total = len(self.prompts) + self.dropped
+        parts = [f"data.map left out {self.left_out} of {total + self.left_out} rows"] if self.left_out else []
         if self.dropped:
-            return f"data: dropped {self.dropped} of {total} prompts longer than {self.limit} tokens"
+            parts.append(f"dropped {self.dropped} of {total} prompts longer than {self.limit} tokens")
         if self.truncated:
-            return f"data: truncated {self.truncated} of {total} prompts to their last {self.limit} tokens"
-        return ""
+            parts.append(f"truncated {self.truncated} of {total} prompts to their last {self.limit} tokens")
+        return f"data: {'; '.join(parts)}" if parts else ""
 
     @property
     def fingerprint(self) -> str:
@@ -56,29 +60,32 @@ class PromptSet:
         return digest.hexdigest()
 
 
-def load_prompts(config: DataConfig, tokenizer: Any, *, context_length: int, max_response_tokens: int) -> PromptSet:
-    """Read, render and tokenize `config.path`. Needs a tokenizer, no model.
+def load_prompts(
+    config: DataConfig, tokenizer: Any, *, context_length: int, max_response_tokens: int, row_map: RowMap | None = None
+) -> PromptSet:
+    """Read, render and tokenize `config.path`. Needs a tokenizer, no model. `row_map` stands in for `config.map`.
 
     A prompt may have `context_length - max_response_tokens` tokens, or `config.max_prompt_tokens` if that is less.
     Raises DataError with `file:line`, for the first bad row and the number of others.
     """
     limit = _limit(config, context_length, max_response_tokens)
-    reader = RowReader(config, tokenizer)
+    reader, mapped = RowReader(config, tokenizer), Mapper(config.map, row_map)
     bad = BadRows()
     prompts: list[Prompt] = []
     paths = [config.path] if isinstance(config.path, str) else list(config.path)
     if not any(paths):
         raise DataError("data.path is not set: name a jsonl or parquet file, a folder or a hub dataset")
     for path in paths:
-        for source, row in read_rows(path, config.split, bad):
+        for source, row in mapped(read_rows(path, config.split, bad), bad):
             prompt = reader.read(source, row, bad)
             if prompt is not None:
                 prompts.append(prompt)
     bad.raise_if_any()
+    mapped.check_any(", ".join(paths))
     reader.check_optional_keys(", ".join(paths))
     prompts = _tokenize(prompts, tokenizer, bad)
     bad.raise_if_any()
-    return _hold_to_limit(prompts, tokenizer, config, limit)
+    return replace(_hold_to_limit(prompts, tokenizer, config, limit), left_out=mapped.left_out)
 
 
 @dataclass(frozen=True)

@@ -122,12 +122,14 @@ class RowReader:
             raise RowError(f"field {name!r} (data.{key}) must be {kind_name}, found {kind_of(value)}")
         return value
 
-    def messages(self, value: list[Any], *, answered: bool = False, name: str | None = None) -> list[dict[str, Any]]:
+    def messages(
+        self, value: list[Any], *, answered: bool = False, key: str = "input_key", name: str | None = None
+    ) -> list[dict[str, Any]]:
         """The messages of a row, checked. `answered`: they may end with the assistant's, as those to train on do.
 
-        `name` is that of their field, for messages; default: that of prompts.
+        Their field is that of `[data]`'s `key`, or called `name` in messages.
         """
-        name = name or f"field {self.config.input_key!r} (data.input_key)"
+        name = name or f"field {getattr(self.config, key)!r} (data.{key})"
         if not self.config.apply_chat_template:
             raise RowError(f"{name} holds chat messages: set data.apply_chat_template = true")
         if not value:

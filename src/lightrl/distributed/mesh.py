@@ -132,16 +132,27 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def match_nccl_of_servers() -> None:
+    """Let NCCL share memory between processes as it does in SGLang's servers: by CUDA IPC, not by cuMem handles.
+
+    SGLang turns NCCL_CUMEM_ENABLE off unless it is set. Two processes that differ in it fail at their first operation,
+    with "invalid argument". NCCL reads it once, so this comes before anything else of NCCL.
+    """
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+
+
 def init_world(
     device: str = "auto",
     shard_size: int | None = None,
     timeout: float = 1800.0,
     expert_parallel: int = 1,
     context_parallel: int = 1,
+    broadcasts_to_servers: bool = False,
 ) -> World:
     """Join the torchrun job, or be a world of one without it. A process group that exists is taken as it is.
 
     `expert_parallel` consecutive ranks share a layer's experts, `context_parallel` the rows of a microbatch.
+    `broadcasts_to_servers`: NCCL is set up as in SGLang's servers, which will join a group of this process.
 
     Whoever starts ranks by other means than torchrun need not set LOCAL_RANK: the ranks find theirs out together.
     """
@@ -158,6 +169,8 @@ def init_world(
     if local_rank is not None:
         _use(here)
     limit = timedelta(seconds=timeout)
+    if broadcasts_to_servers:
+        match_nccl_of_servers()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
         if "RANK" in os.environ:

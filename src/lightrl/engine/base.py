@@ -31,6 +31,8 @@ class SamplingParams:
     top_logprobs: int = 0
     """Say at each place which so many tokens were the likeliest, and their log-probs; only where nothing is cut off by
     `top_p` or `top_k`, and nothing is greedy."""
+    return_routing: bool = False
+    """Say which experts the model chose for each token; only for mixtures of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,9 @@ class Completion:
     """With `SamplingParams.top_logprobs`: the likeliest tokens at each place."""
     top_logprobs: list[list[float]] = field(default_factory=list)
     """… and their log-probs, of the tempered distribution."""
+    routing: Tensor | None = None
+    """With `SamplingParams.return_routing`: the experts chosen, as `Sample.rollout_routing` has them. None for answers
+    without tokens."""
 
 
 @runtime_checkable

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from lightrl.engine.base import Completion, GenerateRequest
@@ -32,13 +33,14 @@ class Job:
     logits: Tensor | None = None  # [V] after the prompt's last token, kept while answers wait
     states: Snapshot = field(default_factory=dict)
     """Of layers that keep no keys, after the prompt's last token, as long."""
+    routing: Tensor | None = None  # [P, L, k] of the prompt's tokens, as long, where the request asks for it
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(self.request.n))
 
     def forget_prompt(self) -> None:
         """Answers that have not started compute the prompt anew."""
-        self.logits = None
+        self.logits = self.routing = None
         self.states = {}
 
     def settle(self, number: int, completion: Completion) -> None:
@@ -61,6 +63,8 @@ class Row:
     versions: list[int] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
     top_logprobs: list[list[float]] = field(default_factory=list)
+    routing: list[Tensor] = field(default_factory=list)
+    """[n, L, k] each: of the prompt's tokens, then of every token that was fed; empty where nobody asked."""
 
     @classmethod
     def start(cls, job: Job, number: int) -> Row:
@@ -94,6 +98,7 @@ class Row:
             policy_versions=self.versions,
             top_ids=self.top_ids,
             top_logprobs=self.top_logprobs,
+            routing=torch.cat(self.routing) if self.routing else None,
         )
 
 

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from lightrl.engine.kv_cache import ATTENTION_NAME, register_attention
 from lightrl.errors import UserError
 from lightrl.kernels.logprob import linear_logits
-from lightrl.models import gated_delta
+from lightrl.models import gated_delta, lora
 from lightrl.models.registry import is_own_code, patch_layers
+from lightrl.models.routing import RoutingShape, routers
+from lightrl.wrappers import clean_name
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -22,26 +24,39 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 class HostedModel:
     """A causal LM on the meta device until `load` gives it weights; buffers that are not weights are real at once.
 
-    Names are those of the module's `state_dict`. Raises UserError for a model that keeps more state between tokens than
+    Names are those of the module's `state_dict`, as its checkpoint has them (`wrappers.clean_name`). With `adapters`
+    those of low-rank adapters are among them. Raises UserError for a model that keeps more state between tokens than
     keys and values.
     """
 
     def __init__(
-        self, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False
+        self,
+        config: PretrainedConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        trust_remote_code: bool = False,
+        adapters: lora.Settings | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.loaded = False
         self._owned = False
         self.module = _build(config, device, dtype, trust_remote_code)
+        if adapters is not None:
+            lora.inject(self.module, adapters, dtype)
+            self.module.requires_grad_(False).eval()
+        self.routers = routers(self.module)
+        self.routing_shape = RoutingShape.of(self.module, int(config.get_text_config().num_hidden_layers))
         # Tied weights have several names for one tensor: all are known, one is enough.
         by_tensor: dict[int, list[str]] = {}
-        for name, tensor in self.module.state_dict(keep_vars=True).items():
-            by_tensor.setdefault(id(tensor), []).append(name)
+        tensors = self.module.state_dict(keep_vars=True)
+        self._places = {clean_name(place): place for place in tensors}
+        for name, place in self._places.items():
+            by_tensor.setdefault(id(tensors[place]), []).append(name)
         self._aliases = {name: tuple(names) for names in by_tensor.values() for name in names}
-        self._parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        self._shapes = {name: t.shape for name, t in self.module.state_dict().items()}
-        self._dtypes = {name: t.dtype for name, t in self.module.state_dict().items()}
+        self._parameters = {clean_name(name) for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        self._shapes = {name: tensors[place].shape for name, place in self._places.items()}
+        self._dtypes = {name: tensors[place].dtype for name, place in self._places.items()}
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, share: bool) -> None:
         """Bind (`share`) or copy the tensors; ValueError names every unknown, missing or misshapen one."""
@@ -82,7 +97,7 @@ class HostedModel:
         if share:
             self._bind(name, tensor.detach())
         elif reuse:
-            self.module.state_dict()[name].copy_(tensor)
+            self.module.state_dict()[self._places[name]].copy_(tensor)
         else:
             # weights of another dtype than the model's (a float32 router, say) keep theirs
             dtype = self._dtypes[name]
@@ -92,7 +107,7 @@ class HostedModel:
         """Put a tensor under a name and all its aliases."""
         new = nn.Parameter(tensor, requires_grad=False) if name in self._parameters else tensor
         for alias in self._aliases[name]:
-            owner_name, _, leaf = alias.rpartition(".")
+            owner_name, _, leaf = self._places[alias].rpartition(".")
             setattr(self.module.get_submodule(owner_name), leaf, new)
 
     def drop(self) -> None:

@@ -26,7 +26,14 @@ from lightrl.engine.base import Completion, EngineLostError, EngineStartError, G
 from lightrl.engine.sampling import check_request
 from lightrl.engine.sglang_process import HostProcess
 from lightrl.engine.sglang_requests import Model, Stops, completion_of, needs_watching, sampling_parameters
-from lightrl.engine.sglang_start import check_platform, config_override, fp8_plan, start_host, stream_seed
+from lightrl.engine.sglang_start import (
+    check_platform,
+    check_routing,
+    config_override,
+    fp8_plan,
+    start_host,
+    stream_seed,
+)
 from lightrl.errors import UserError
 from lightrl.sync.buckets import BucketSender, plan_buckets
 from lightrl.sync.mailbox import MailboxError, MailboxTimeoutError
@@ -58,6 +65,7 @@ class SGLangEngine:
         member: int = 0,
     ) -> None:
         check_platform(os.environ, device)
+        check_routing(model, device)
         self._fp8 = fp8_plan(model, config, device)
         self.policy_version = -1
         self._model, self._config, self._sync = model, config, sync
@@ -189,6 +197,7 @@ class SGLangEngine:
                 sampling=sampling_parameters(self._model, request, number),
                 truncated=sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0),
                 top_logprobs=sampling.top_logprobs,
+                routing=sampling.return_routing,
                 watch=stops is not None,
             )
             self._rids[request.id].add(rid)

@@ -31,6 +31,7 @@ OURS = {
     "port": "a free one",
     "random_seed": "run.seed",
     "stream_output": "off: answers are looked at whole",
+    "enable_return_routed_experts": "correction.routing_replay",
     "incremental_streaming_output": "off: answers are looked at whole",
 }
 _SIMPLE = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}

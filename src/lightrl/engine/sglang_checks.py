@@ -15,15 +15,15 @@ from lightrl.errors import UserError
 _PROBE = 60.0  # seconds
 
 
-def read_key(variable: str | None, environment: Any) -> str | None:
+def read_key(variable: str | None, environment: Any, setting: str = "engine.api_key_env") -> str | None:
     """The key in an environment variable. Its value is never in an error."""
     if variable is None:
         return None
     key = str(environment.get(variable, "")).strip()
     if not key:
-        raise UserError(f"engine.api_key_env: the environment variable {variable} is not set on every rank")
+        raise UserError(f"{setting}: the environment variable {variable} is not set on every rank")
     if not (key.isascii() and key.isprintable()):
-        raise UserError(f"engine.api_key_env: the value of {variable} cannot be sent: it is not printable ASCII")
+        raise UserError(f"{setting}: the value of {variable} cannot be sent: it is not printable ASCII")
     return key
 
 
@@ -34,7 +34,7 @@ def examine(server: Server, model: Model, *, broadcast: bool) -> None:
         info, about = server.get("/server_info", _PROBE), server.get("/model_info", _PROBE)
         if problem := _version(info) or _settings(info, model, broadcast) or _model(about, model):
             raise UserError(f"{where}: {problem}")
-        vocabulary = _vocabulary(server)
+        vocabulary = vocabulary_of(server)
     except UserError:
         raise
     except ServerError as error:
@@ -65,6 +65,11 @@ def _settings(info: dict[str, Any], model: Model, broadcast: bool) -> str | None
         return text + "; of a quantised checkpoint with --json-model-override-args '{\"quantization_config\": null}'"
     if info.get("incremental_streaming_output"):
         return "it sends answers in pieces: start it without --incremental-streaming-output"
+    if model.routing is not None:
+        if not info.get("enable_return_routed_experts"):
+            return "it returns no routing (correction.routing_replay): start it with --enable-return-routed-experts"
+        if info.get("enable_hierarchical_cache"):
+            return "it keeps no routing of prefixes that it brings back: start it without --enable-hierarchical-cache"
     if broadcast and int(info.get("dp_size") or 1) > 1 and not info.get("enable_dp_attention"):
         return "sync.transport = 'nccl' needs servers with --dp-size 1: list each under its own URL, or use 'disk'"
     if broadcast and int(info.get("pp_size") or 1) > 1:
@@ -82,7 +87,7 @@ def _model(about: dict[str, Any], model: Model) -> str | None:
     return None
 
 
-def _vocabulary(server: Server) -> int | None:
+def vocabulary_of(server: Server) -> int | None:
     """Size of the server's vocabulary, None if it does not tell.
 
     SGLang tells it only where it refuses ids beyond it, and it refuses them only here: in a prompt they end it.

@@ -145,6 +145,10 @@ def _defaults(settings: dict[str, Any], known: set[str]) -> dict[str, Any]:
     }
     if settings.get("device") == "cpu":
         arguments |= {"device": "cpu", "attention_backend": "torch_native", "enable_memory_saver": False}
+    if settings.get("routing"):
+        arguments["enable_return_routed_experts"] = True
+        if settings["routing"] == "triton":
+            arguments["moe_runner_backend"] = "triton"  # others may choose experts in a kernel that tells nobody
     if settings["capability"] == [9, 0]:
         arguments["attention_backend"] = "fa3"
     return versions.present(arguments, known)
@@ -252,6 +256,8 @@ class _Service:
         extra = {"return_sampling_mask": True} if message["truncated"] else {}
         if message.get("top_logprobs"):
             extra["top_logprobs_num"] = message["top_logprobs"]
+        if message.get("routing"):
+            extra["return_routed_experts"] = True
         request = GenerateReqInput(
             input_ids=message["tokens"],
             sampling_params=message["sampling"],

@@ -43,13 +43,21 @@ class RefusedError(ServerError):
 
 
 class Server:
-    """One server at `url`. `key` goes into the header that SGLang's `--api-key` wants, and nowhere else.
+    """One server at `url`. `key` goes into the header that SGLang's `--api-key` wants, and nowhere else; `key_setting`
+    is the config's, for messages.
 
     Implements `lightrl.sync.peers.Peer`; what the server is like is what it says of itself (`checks.examine`).
     """
 
-    def __init__(self, url: str, key: str | None = None, pauses: Sequence[float] = PAUSES) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        pauses: Sequence[float] = PAUSES,
+        key_setting: str = "engine.api_key_env",
+    ) -> None:
         self.url = url.rstrip("/")
+        self._key_setting = key_setting
         self.tensor_parallel = 1
         self.weight_sessions = False
         self.pauses = tuple(pauses)
@@ -68,6 +76,10 @@ class Server:
     def post(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
         """The answer to a POST. Tried again only until a connection stands: what was sent may have been done."""
         return self._persist(lambda: self._json("POST", path, body, timeout), again=False)
+
+    def ask(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """As `get`, a POST that changes nothing: it may be sent again."""
+        return self._persist(lambda: self._json("POST", path, body, timeout), again=True)
 
     def post_once(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
         """As `post`, a single attempt."""
@@ -124,7 +136,7 @@ class Server:
             return UnreachableError(f"{self.url}{path}: HTTP {status}: {_words(text)}")
         if status in (401, 403):
             return RefusedError(
-                f"{self.url}{path}: the server refuses the key (HTTP {status}): set engine.api_key_env to the "
+                f"{self.url}{path}: the server refuses the key (HTTP {status}): set {self._key_setting} to the "
                 "environment variable that holds its --api-key (its --admin-api-key, where it has one)",
                 status,
             )

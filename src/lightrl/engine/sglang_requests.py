@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from lightrl.engine.base import Completion, GenerateRequest, SamplingParams
+from lightrl.engine.sglang_routing import routing_of
+from lightrl.models.routing import RoutingShape
 from lightrl.types import Status
 
 _WATCH_EVERY = 16  # tokens between looks at an answer whose end SGLang cannot see
@@ -31,6 +33,8 @@ class Model:
     context_length: int
     vocab_size: int
     trust_remote_code: bool = False
+    routing: RoutingShape | None = None
+    """What routers choose, where requests ask for it."""
 
 
 def sampling_parameters(model: Model, request: GenerateRequest, number: int) -> dict[str, Any]:
@@ -84,6 +88,15 @@ def completion_of(
     top_ids, top_logprobs = output["top_ids"][:count], output["top_logprobs"][:count]
     if len(top_ids) != count:
         raise RuntimeError(f"request {request.id!r}: {len(top_ids)} lists of likeliest tokens for {count} tokens")
+    routing = None
+    if tokens and request.sampling.return_routing:
+        routing = routing_of(
+            model.routing,
+            output["routing"],
+            rows=len(request.tokens) + len(tokens) - 1,
+            aborted=output["reason"] == "abort",
+            where=f"request {request.id!r}",
+        )
     version = int(output["version"]) if str(output["version"]).isdigit() else policy_version
     return Completion(
         tokens=tokens,
@@ -92,6 +105,7 @@ def completion_of(
         policy_versions=[version] if tokens else [],
         top_ids=top_ids,
         top_logprobs=top_logprobs,
+        routing=routing,
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightrl.config.schema import EngineConfig, SyncConfig
+from lightrl.config.schema import EngineConfig, SyncConfig, TeacherConfig
 from lightrl.engine import sglang_checks as checks
 from lightrl.engine.base import Completion, GenerateRequest
 from lightrl.engine.sampling import check_request
@@ -52,6 +52,11 @@ class Ranks(Protocol):
 def read_key(config: EngineConfig) -> str | None:
     """The servers' key. UserError where `engine.api_key_env` names a variable that is not set here."""
     return checks.read_key(config.api_key_env, os.environ)
+
+
+def read_teacher_key(config: TeacherConfig) -> str | None:
+    """The same of the teacher's server, `teacher.api_key_env`."""
+    return checks.read_key(config.api_key_env, os.environ, "teacher.api_key_env")
 
 
 class SGLangServers:
@@ -105,6 +110,11 @@ class SGLangServers:
                 config=self._model.path / "config.json",
                 shard_bytes=sync.bucket_mib << 20,
                 timeout=sync.timeout,
+            )
+        if device.type == "cuda" and "NCCL_CUMEM_ENABLE" not in os.environ:
+            raise UserError(
+                "sync.transport = 'nccl': NCCL was started otherwise than in SGLang's servers: make the process group "
+                "with init_world(…, broadcasts_to_servers=True), or set NCCL_CUMEM_ENABLE=0 before"
             )
         return BroadcastSync(
             self._servers,
@@ -195,6 +205,8 @@ class SGLangServers:
         }
         if sampling.top_logprobs:
             body["top_logprobs_num"] = sampling.top_logprobs
+        if sampling.return_routing:
+            body["return_routed_experts"] = True
         if truncated:  # plain log-probs are of the whole distribution
             body["return_sampling_mask"] = True
         timeout = self._config.request_timeout

@@ -59,6 +59,7 @@ def start_host(
         "max_batch": config.max_batch,
         "max_prefill_tokens": config.max_prefill_tokens,
         "override": override or {},
+        "routing": None if model.routing is None else "triton" if config.quantization == "none" else "any",
     }
     logs: list[str] = []
 
@@ -141,6 +142,15 @@ def check_platform(environment: Any, device: torch.device) -> None:
                 f"{name}: expandable_segments:True makes memory that cannot be shared with the engine's process: "
                 "unset it, or set engine.kind = 'transformers'"
             )
+
+
+def check_routing(model: Model, device: torch.device) -> None:
+    """UserError where SGLang cannot record what its routers choose: the record lies in page-locked memory."""
+    if model.routing is not None and device.type == "cpu":
+        raise UserError(
+            "correction.routing_replay: SGLang records routing on GPUs only: choose engine.kind = 'transformers', "
+            "or drop this"
+        )
 
 
 def child_environment(environment: Any) -> dict[str, str]:

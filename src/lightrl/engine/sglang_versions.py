@@ -2,7 +2,8 @@
 
 From 0.5.19 on `ServerArgs` keeps what was asked for, and `resolved_dict` says what is in effect. From 0.5.20 on it is
 no dataclass, and an answer whose truncated log-probs are wanted needs a top_k of at most `sampling_mask_max_tokens`
-(4096 unless set). From 0.5.21 on weights are taken only between `begin_weight_update` and `end_weight_update`.
+(4096 unless set). From 0.5.21 on weights are taken only between `begin_weight_update` and `end_weight_update`. Routed
+experts are returned alike by all (`sglang_routing.py`).
 """
 
 from __future__ import annotations

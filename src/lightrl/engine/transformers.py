@@ -22,6 +22,8 @@ from lightrl.engine.batch import Decode, Job, Row, Slots
 from lightrl.engine.hosted_model import HostedModel
 from lightrl.engine.kv_cache import KVCache, Segment, plan_spans
 from lightrl.engine.sampling import check_request, likeliest, sample
+from lightrl.models import lora
+from lightrl.models.routing import Recorder, routed
 from lightrl.types import Status
 
 _TAGS = ("weights", "kv_cache")
@@ -32,7 +34,8 @@ class TransformersEngine:
 
     `model_config` is the configuration of a Hugging Face causal LM; weights come by `load_weights` only. `decode` (a
     tokenizer, or a function from ids to text) is needed for stop strings only. `dtype` is that of copied weights; lent
-    ones are used as they are. Raises UserError for a model type it cannot run.
+    ones are used as they are. With `adapters`, weights and adapters come apart. Raises UserError for a model type it
+    cannot run.
     """
 
     def __init__(
@@ -47,12 +50,13 @@ class TransformersEngine:
         max_prefill_tokens: int = 8192,
         context_length: int | None = None,
         trust_remote_code: bool = False,
+        adapters: lora.Settings | None = None,
     ) -> None:
         self.policy_version = -1
         self.device = torch.device(device)
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
-        self._model = HostedModel(model_config, self.device, dtype, trust_remote_code)
+        self._model = HostedModel(model_config, self.device, dtype, trust_remote_code, adapters)
         text_config = model_config.get_text_config()
         self.context_length = context_length or int(text_config.max_position_embeddings)
         self._vocab_size = int(text_config.vocab_size)
@@ -117,6 +121,8 @@ class TransformersEngine:
             vocab_size=self._vocab_size,
             has_decoder=self._decode_text is not None,
         )
+        if request.sampling.return_routing and self._model.routing_shape is None:
+            raise ValueError(f"request {request.id!r}: the model has no experts whose choice could be returned")
 
     def _adopt_loop(self) -> None:
         """The engine outlives event loops: leftovers of a closed one are dropped, a second live one is refused."""
@@ -205,6 +211,8 @@ class TransformersEngine:
                 if others := [s for s in slots if s != source]:
                     self._cache.copy_slot(source, others, length)
                 self._cache.recurrent.restore(job.states, slots)
+                for row in rows:
+                    row.routing = [job.routing] if job.routing is not None else []
                 ready += [(row, job.logits) for row in rows]
             if not job.waiting:
                 self._queue.popleft()
@@ -241,15 +249,22 @@ class TransformersEngine:
             positions += range(len(prompt))
             last.append(len(tokens) - 1)
         self._cache.begin_prefill(segments)
-        logits = self._forward(torch.tensor([tokens]), torch.tensor([positions]), torch.tensor(last))[0]
+        recorder = self._recorder(job for job, _ in prompts)
+        logits = self._forward(torch.tensor([tokens]), torch.tensor([positions]), torch.tensor(last), recorder)[0]
         if self._cache.num_layers != self._num_layers:
             raise RuntimeError(
                 f"{self._cache.num_layers} of {self._num_layers} layers attend through the cache: this model type "
                 "keeps other state between tokens and cannot run in the embedded engine"
             )
         started = []
-        for (job, slots), row_logits in zip(prompts, logits, strict=True):
+        routing = None if recorder is None else recorder.experts.cpu()
+        for (job, slots), row_logits, segment in zip(prompts, logits, segments, strict=True):
             job.logits = row_logits
+            if routing is not None and job.request.sampling.return_routing:
+                job.routing = routing[segment.start : segment.stop]
+                for slot in slots:
+                    if (row := self._slots.rows[slot]) is not None:
+                        row.routing = [job.routing]
             if job.waiting:
                 job.states = self._cache.recurrent.snapshot(slots[0])
             started += [(row, row_logits) for slot in slots if (row := self._slots.rows[slot]) is not None]
@@ -274,17 +289,30 @@ class TransformersEngine:
         self._cache.begin_decode(lengths, self._spans)
         tokens = torch.tensor([[row.tokens[-1]] for row in rows])
         positions = torch.tensor([[length - 1] for length in lengths])
-        self._sample(rows, self._forward(tokens, positions, torch.tensor([0]))[:, 0])
+        recorder = self._recorder(row.job for row in rows)
+        logits = self._forward(tokens, positions, torch.tensor([0]), recorder)[:, 0]
+        if recorder is not None:
+            for row, chosen in zip(rows, recorder.experts.cpu().split(1), strict=True):
+                if row.routing:
+                    row.routing.append(chosen)
+        self._sample(rows, logits)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
+    def _recorder(self, jobs: Iterable[Job]) -> Recorder | None:
+        """Where any of these wants to know which experts are chosen."""
+        shape = self._model.routing_shape
+        wanted = any(job.request.sampling.return_routing for job in jobs)
+        return Recorder(shape) if wanted and shape is not None else None
+
+    def _forward(self, tokens: Tensor, positions: Tensor, keep: Tensor, recorder: Recorder | None) -> Tensor:
         """Logits [B, len(keep), V] in float32 of the columns `keep` of a batch [B, Q]."""
-        output = self._model.module(
-            input_ids=tokens.to(self.device),
-            position_ids=positions.to(self.device),
-            use_cache=False,
-            logits_to_keep=keep.to(self.device),
-            kv_cache=self._cache,
-        )
+        with routed(self._model.routers, recorder):
+            output = self._model.module(
+                input_ids=tokens.to(self.device),
+                position_ids=positions.to(self.device),
+                use_cache=False,
+                logits_to_keep=keep.to(self.device),
+                kv_cache=self._cache,
+            )
         return output.logits.float()
 
     def _sample(self, rows: list[Row], logits: Tensor) -> None:

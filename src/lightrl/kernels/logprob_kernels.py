@@ -1,4 +1,4 @@
-"""Triton kernels of `logprob_triton`: statistics of logits and their gradient, alone and fused with the product.
+"""Triton kernels of `logprob_triton`: products reduced to statistics of logits, or turned into their gradient.
 
 Logits `z` are in units of log 2 (times 1.4427), so that their exponential is one instruction.
 """
@@ -46,58 +46,6 @@ def _logit_gradient(z, lse2, slope, curve, HAS_CURVE: tl.constexpr):
     return tl.exp2(log_p) * slope[:, None]
 
 
-# ---- tiled: cuBLAS makes float32 logits, a program reads a row of them
-
-
-@triton.jit
-def _tile_logits(z_ptr, stride, bias_ptr, columns, width, factor, HAS_BIAS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    z = tl.load(z_ptr + row * stride + columns, mask=columns < width, other=0.0) * factor
-    z += _offsets(bias_ptr, columns, width, factor, HAS_BIAS)
-    return tl.where(z < _FLOOR, _FLOOR, z)
-
-
-@triton.jit
-def tile_statistics_kernel(
-    z_ptr, stride, bias_ptr, lse_ptr, entropy_ptr, width, factor, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0)
-    columns = tl.arange(0, BLOCK)
-    z = _tile_logits(z_ptr, stride, bias_ptr, columns, width, factor, HAS_BIAS)
-    lse, entropy = _statistics(z[None, :])
-    one = tl.arange(0, 1)
-    tl.store(lse_ptr + row + one, lse)
-    tl.store(entropy_ptr + row + one, entropy)
-
-
-@triton.jit
-def tile_gradient_kernel(
-    z_ptr,
-    stride,
-    bias_ptr,
-    lse2_ptr,
-    slope_ptr,
-    curve_ptr,
-    dz_ptr,
-    dz_stride,
-    width,
-    factor,
-    HAS_BIAS: tl.constexpr,
-    HAS_CURVE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) + tl.arange(0, 1)
-    columns = tl.arange(0, BLOCK)
-    z = _tile_logits(z_ptr, stride, bias_ptr, columns, width, factor, HAS_BIAS)
-    curve = tl.load(curve_ptr + row) if HAS_CURVE else 0.0
-    dz = _logit_gradient(z[None, :], tl.load(lse2_ptr + row), tl.load(slope_ptr + row), curve, HAS_CURVE)
-    place = dz_ptr + row.to(tl.int64)[:, None] * dz_stride + columns[None, :]
-    tl.store(place, dz.to(dz_ptr.dtype.element_ty), mask=(columns < width)[None, :])
-
-
-# ---- fused: the product itself in Triton
-
-
 @triton.jit
 def _tile_place(tile, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """First row and column of a tile. Tiles that run together share words and rows, for the sake of L2."""
@@ -109,7 +57,7 @@ def _tile_place(tile, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
-def fused_statistics_kernel(
+def statistics_kernel(
     hidden,
     weight,
     bias_ptr,
@@ -141,7 +89,7 @@ def fused_statistics_kernel(
 
 
 @triton.jit
-def fused_gradient_kernel(
+def gradient_kernel(
     hidden,
     weight,
     dz,

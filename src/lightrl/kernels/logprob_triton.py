@@ -6,21 +6,21 @@ Why these loops (N rows, V words, H hidden; figures for N = 16,384, V = 151,936 
   118 ms at H = 4,096 at the 660 to 690 TFLOP/s that cuBLAS reaches. Gradients cannot be made in the forward pass (three
   products): the weight's sums over tokens, whose factors only the loss knows. Keeping probabilities instead of
   computing logits again saves a product, and takes 5 GB.
-- Float32 logits that pass through HBM cost 10 GB written and read, 2.5 ms each way, twice. `tiled` lets cuBLAS write
-  them for as few rows that they stay near L2; `fused` reduces them in the registers where they are made.
+- Float32 logits that pass through HBM cost 10 GB written and read, 2.5 ms each way, twice: they are reduced in the
+  registers where they are made. (Left to cuBLAS, a few rows at a time so that they stay near L2, both passes took 41 ms
+  instead of 33 at H = 1,024, and 134 instead of 127 at 4,096.)
 - A chunk of the vocabulary with all rows: its part of the weight's gradient is final, written once (over chunks of rows
   it would be a float32 sum, of 2.5 GB at H = 4,096, read and written every time). The gradient of hidden is the float32
   sum, N * H * 4 bytes a chunk read and written: 0.3 GB at H = 4,096. So chunks are as wide as memory allows.
 
-Memory at a time: the chunk's gradient of logits in the inputs' precision, `rows` of its float32 logits (`tiled`), and
-the float32 sum: 256 + 64 + 256 MiB at H = 4,096. No atomic operation: results repeat bit by bit.
+Memory at a time: the chunk's gradient of logits in the inputs' precision and the float32 sum: 256 + 256 MiB at
+H = 4,096. No atomic operation: results repeat bit by bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
@@ -31,14 +31,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lightrl.kernels.logprob_kernels import (
     chosen_kernel,
     combine_kernel,
-    fused_gradient_kernel,
-    fused_statistics_kernel,
+    gradient_kernel,
     set_chosen_kernel,
-    tile_gradient_kernel,
-    tile_statistics_kernel,
+    statistics_kernel,
 )
 
-Way = Literal["fused", "tiled"]
 _LOG2_E = 1.4426950408889634
 
 
@@ -53,7 +50,7 @@ class Tile:
     stages: int = 3
     programs: int = 1
     """A multiprocessor; 0: one a tile."""
-    group: int = 16
+    group: int = 32
     """Tiles of rows that run beside each other on the same words."""
 
 
@@ -61,11 +58,8 @@ class Tile:
 class Plan:
     """How the work is cut. Changes time and memory, not results beyond rounding."""
 
-    forward: Way = "tiled"
-    backward: Way = "tiled"
     gradient_bytes: int = 256 << 20  # of the gradient of a chunk's logits
-    logits_bytes: int = 64 << 20  # of float32 logits at a time, `tiled`
-    max_columns: int = 8192
+    max_columns: int = 16_384
     tile: Tile = Tile()
     backward_tile: Tile = Tile()
 
@@ -74,10 +68,6 @@ class Plan:
         wanted = min(self.max_columns, max(1024, self.gradient_bytes // (itemsize * max(1, num_rows))))
         count = max(1, round(vocab / wanted), triton.cdiv(vocab, self.max_columns))
         return 128 * triton.cdiv(triton.cdiv(vocab, count), 128)
-
-    def rows(self, columns: int) -> int:
-        """Rows of float32 logits at a time."""
-        return max(128, self.logits_bytes // (4 * columns) // 128 * 128)
 
 
 def linear_logprobs_triton(
@@ -89,9 +79,17 @@ def linear_logprobs_triton(
     temperature: float = 1.0,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`linear_logprobs` for hidden and weight of one dtype on one GPU (or on a CPU in Triton's interpreter)."""
+    """`linear_logprobs` for hidden and weight that it `fits`, on one GPU (or on a CPU in Triton's interpreter)."""
     result: tuple[Tensor, Tensor] = _LinearLogprobs.apply(hidden, weight, targets, bias, temperature, plan or Plan())
     return result
+
+
+def fits(hidden: Tensor, weight: Tensor) -> bool:
+    """Can the hardware address both by tile, and multiply them? (Float32 on a GPU is left to cuBLAS.)"""
+    dtypes = (torch.bfloat16, torch.float16) if hidden.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    aligned = all(t.data_ptr() % 16 == 0 or not t.is_contiguous() for t in (hidden, weight))
+    whole = hidden.shape[1] * hidden.itemsize % 16 == 0
+    return len(hidden) > 0 and hidden.dtype == weight.dtype in dtypes and aligned and whole
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -187,28 +185,22 @@ class _Head:
 
     def statistics(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Log of the sum of exponentials, and entropy, [N] float32 each."""
-        num_rows, vocab = len(self.hidden), len(self.weight)
-        fused = plan.forward == "fused" and self._fits_descriptors()
-        columns = plan.tile.columns if fused else plan.columns(num_rows, vocab, self.hidden.itemsize)
-        lses, entropies = self.hidden.new_empty(2, triton.cdiv(vocab, columns), num_rows, dtype=torch.float32)
-        if fused:
-            self._fused_statistics(plan.tile, lses, entropies)
-        else:
-            for part, first in enumerate(range(0, vocab, columns)):
-                words = slice(first, min(first + columns, vocab))
-                for rows, z, bias in self._tiles(words, plan.rows(columns)):
-                    tile_statistics_kernel[(len(z),)](
-                        z,
-                        z.stride(0),
-                        bias,
-                        lses[part, rows],
-                        entropies[part, rows],
-                        z.shape[1],
-                        self.factor,
-                        HAS_BIAS=self.bias is not None,
-                        BLOCK=triton.next_power_of_2(columns),
-                        num_warps=8,
-                    )
+        tile, num_rows, vocab = plan.tile, len(self.hidden), len(self.weight)
+        parts = triton.cdiv(vocab, tile.columns)
+        lses, entropies = self.hidden.new_empty(2, parts, num_rows, dtype=torch.float32)
+        statistics_kernel[_grid(tile, num_rows, vocab, self.hidden)](
+            TensorDescriptor.from_tensor(self.hidden, [tile.rows, tile.depth]),
+            TensorDescriptor.from_tensor(self.weight, [tile.columns, tile.depth]),
+            self.weight if self.bias is None else self.bias,
+            lses,
+            entropies,
+            num_rows,
+            vocab,
+            self.hidden.shape[1],
+            self.factor,
+            HAS_BIAS=self.bias is not None,
+            **_constants(tile),
+        )
         lse, entropy = self.hidden.new_empty(2, num_rows, dtype=torch.float32)
         grid = (triton.cdiv(num_rows, 32),)
         combine_kernel[grid](lses, entropies, lse, entropy, len(lses), num_rows, PARTS=32, ROWS=32)
@@ -234,64 +226,8 @@ class _Head:
 
     def logit_gradient(self, words: slice, rows: _RowGradients, dz: Tensor, plan: Plan) -> None:
         """Fill dz [N, words] but for the targets' places."""
-        if plan.backward == "fused" and self._fits_descriptors():
-            self._fused_gradient(plan.backward_tile, words, rows, dz)
-            return
-        for part, z, bias in self._tiles(words, plan.rows(dz.stride(0))):
-            tile_gradient_kernel[(len(z),)](
-                z,
-                z.stride(0),
-                bias,
-                rows.lse2[part],
-                rows.slope[part],
-                rows.slope[part] if rows.curve is None else rows.curve[part],
-                dz[part],
-                dz.stride(0),
-                z.shape[1],
-                self.factor,
-                HAS_BIAS=self.bias is not None,
-                HAS_CURVE=rows.curve is not None,
-                BLOCK=triton.next_power_of_2(dz.stride(0)),
-                num_warps=8,
-            )
-
-    def _tiles(self, words: slice, num_rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(rows, their float32 products with the words, the words' bias or anything) in one piece of memory."""
-        weight = self.weight[words].T
-        buffer = self.hidden.new_empty(min(num_rows, len(self.hidden)), weight.shape[1], dtype=torch.float32)
-        for first in range(0, len(self.hidden), num_rows):
-            rows = slice(first, min(first + num_rows, len(self.hidden)))
-            z = buffer[: rows.stop - first]
-            _product(z, self.hidden[rows], weight)
-            yield rows, z, z if self.bias is None else self.bias[words]
-
-    def _fits_descriptors(self) -> bool:
-        """Whether the hardware can address both by tile. Float32 products are cuBLAS's, in the precision set there."""
-        both = (self.hidden, self.weight)
-        return (
-            len(self.hidden) > 0
-            and all(t.data_ptr() % 16 == 0 and t.stride(0) * t.itemsize % 16 == 0 for t in both)
-            and (self.hidden.itemsize == 2 or not self.hidden.is_cuda)
-        )
-
-    def _fused_statistics(self, tile: Tile, lses: Tensor, entropies: Tensor) -> None:
-        num_rows, vocab = len(self.hidden), len(self.weight)
-        fused_statistics_kernel[_grid(tile, num_rows, vocab, self.hidden)](
-            TensorDescriptor.from_tensor(self.hidden, [tile.rows, tile.depth]),
-            TensorDescriptor.from_tensor(self.weight, [tile.columns, tile.depth]),
-            self.weight if self.bias is None else self.bias,
-            lses,
-            entropies,
-            num_rows,
-            vocab,
-            self.hidden.shape[1],
-            self.factor,
-            HAS_BIAS=self.bias is not None,
-            **_constants(tile),
-        )
-
-    def _fused_gradient(self, tile: Tile, words: slice, rows: _RowGradients, dz: Tensor) -> None:
-        fused_gradient_kernel[_grid(tile, len(dz), dz.shape[1], self.hidden)](
+        tile = plan.backward_tile
+        gradient_kernel[_grid(tile, len(dz), dz.shape[1], self.hidden)](
             TensorDescriptor.from_tensor(self.hidden, [tile.rows, tile.depth]),
             TensorDescriptor.from_tensor(self.weight[words], [tile.columns, tile.depth]),
             TensorDescriptor.from_tensor(dz, [tile.rows, tile.columns]),

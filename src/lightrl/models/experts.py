@@ -5,7 +5,8 @@ Experts go through transformers' registry of experts functions (`lightrl_grouped
 - the weights of the chosen experts stay float32, as SGLang has them; stock transformers rounds them to the hidden
   states' type in families that choose by softmax;
 - a forward that is computed again for the backward pass (activation checkpointing) chooses the same experts. Rounding
-  could choose others where two are nearly tied, and gradients would be those of another function.
+  could choose others where two are nearly tied, and gradients would be those of another function;
+- its choice can be written down, or be another forward's (`models/routing.py`).
 
 Shapes: `T` tokens, `k` experts a token, `E` experts, `H` hidden.
 """
@@ -43,9 +44,10 @@ def exchange(model: PreTrainedModel, router: Router) -> None:
     if NAME not in ALL_EXPERTS_FUNCTIONS.valid_keys():
         ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     model.set_experts_implementation(NAME)
-    for module in _mixtures(model):
+    for place, module in enumerate(_mixtures(model)):
         gate = module.gate if hasattr(module, "gate") else module.router
         gate.choices = None  # a `_Choices` while they are written down or read
+        gate.place, gate.routing = place, None  # a `models.routing.Routing` while a forward is recorded or replayed
         gate.forward = MethodType(router, gate)
         module.experts.group = None
 
@@ -143,8 +145,9 @@ def _best_in_groups(router: Any, scores: Tensor) -> Tensor:
 
 
 def _choose(router: Any, topk: Callable[[], Tensor]) -> Tensor:
-    """[T, k] of `topk`, or those of the forward that is being repeated."""
-    indices: Tensor = _once(router, topk)
+    """[T, k] of `topk`, of the router's `routing`, or those of the forward that is being repeated."""
+    routing = router.routing
+    indices: Tensor = _once(router, topk if routing is None else lambda: routing.choose(router.place, topk))
     return indices
 
 

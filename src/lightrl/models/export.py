@@ -25,9 +25,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
 from lightrl.errors import UserError
+from lightrl.models import lora
 from lightrl.models.load import INDEX_FILE, PICKLED_SUFFIXES, persistent_tensors
-from lightrl.models.names import kept_names
+from lightrl.models.names import adapter_tensors, kept_names
 from lightrl.models.shards import whole_tensor
+from lightrl.wrappers import is_adapter
 
 MAX_SHARD_BYTES = 5 * 1000**3
 _WEIGHT_SUFFIXES = (".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".npz", *PICKLED_SUFFIXES)
@@ -46,7 +48,7 @@ def export_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     replace: bool = False,
 ) -> None:
-    """Write a model to `out_dir` in Hugging Face format. All ranks call it; the main one writes.
+    """Write a model to `out_dir` in Hugging Face format, adapters merged. All ranks call it; the main one writes.
 
     `model` is the Hugging Face model or the FSDP root that holds it as `.model`.
 
@@ -54,20 +56,31 @@ def export_hf(
     `dtype` casts floating tensors (None keeps them). The folder appears whole or not at all. A target that is not empty
     is a `UserError` unless `replace`, which swaps it once the new one is complete.
     """
-    inner = model if isinstance(model, PreTrainedModel) else model.model
-    if not isinstance(inner, PreTrainedModel):
-        raise TypeError(f"expected a transformers model, got {type(inner).__name__}")
-    _reshard(model)
-    tensors = persistent_tensors(inner)
+    inner = inner_model(model)
+    tensors, adapters, scaling = persistent_tensors(inner), adapter_tensors(inner), lora.scalings(inner)
 
     def gather(name: str) -> Tensor:
-        return whole_tensor(tensors[name].detach().to(export_dtype(inner, name, tensors[name].dtype, dtype)))
+        tensor = tensors[name].detach()
+        stored = export_dtype(inner, name, tensor.dtype, dtype)
+        if name not in scaling:
+            return whole_tensor(tensor.to(stored))
+        a, b = (whole_tensor(adapters[part].detach()) for part in lora.adapter_names(name))
+        return lora.merged(whole_tensor(tensor), a, b, scaling[name]).to(stored)
 
     device = next(iter(tensors.values())).device
     write_hf_folder(
         inner, gather, out_dir, source, dtype, is_main=is_main, max_shard_bytes=max_shard_bytes, replace=replace,
         device=device,
     )  # fmt: skip
+
+
+def inner_model(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model, itself or in its FSDP root, with its parameters sharded."""
+    inner = model if isinstance(model, PreTrainedModel) else model.model
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"expected a transformers model, got {type(inner).__name__}")
+    _reshard(model)
+    return inner
 
 
 def _reshard(model: nn.Module) -> None:
@@ -130,6 +143,26 @@ def write_hf_folder(
     _agree(error, device)
 
 
+def write_folder(
+    fill: Callable[[Path], None], out_dir: Path, *, is_main: bool, replace: bool, device: torch.device
+) -> None:
+    """What `fill(folder)` writes on the main rank, under the conditions of `export_hf`. All ranks call it."""
+    out_dir = out_dir.expanduser().absolute()
+    _agree(_target_error(out_dir, replace) if is_main else None, device)
+    temporary = out_dir.with_name(f".{out_dir.name}.tmp")
+    error: Exception | None = None
+    if is_main:
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            fill(temporary)
+            _publish(temporary, out_dir)
+        except Exception as caught:
+            error = caught
+            shutil.rmtree(temporary, ignore_errors=True)
+    _agree(error, device)
+
+
 def _write_weights(
     model: PreTrainedModel,
     fetch: Fetch,
@@ -161,7 +194,7 @@ def _write_weights(
             except Exception as caught:  # disk full, no permission
                 error = caught
     if is_main and error is None and split.is_sharded:
-        count = sum(t.numel() for t in {id(p): p for p in model.parameters()}.values())
+        count = sum(p.numel() for name, p in model.named_parameters() if not is_adapter(name))
         index = {"metadata": {"total_parameters": count, **split.metadata}, "weight_map": split.tensor_to_filename}
         try:
             _write_text(folder / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True) + "\n")

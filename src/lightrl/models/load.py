@@ -225,7 +225,7 @@ def _load_error(key: str, path: str, what: str, error: Exception) -> UserError:
     if "GatedRepo" in chain or "gated repo" in text:
         return UserError(f"{key}: {path} is gated: accept its licence on the hub, then log in with `hf auth login`")
     if "RevisionNotFound" in chain:
-        return UserError(f"model.revision: {path} has no such branch, tag or commit on the hub")
+        return UserError(f"{key.partition('.')[0]}.revision: {path} has no such branch, tag or commit on the hub")
     if "RepositoryNotFound" in chain or "HFValidationError" in chain or "not a valid model identifier" in text:
         return UserError(f"{key}: no local folder and no model on the hub is called {path!r}")
     if any(word in chain for word in ("couldn't connect", "LocalEntryNotFound", "OfflineMode", "ConnectError")):

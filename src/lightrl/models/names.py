@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from lightrl.wrappers import clean_name
+from lightrl.wrappers import clean_name, is_adapter
 
 Layout = list[tuple[str, tuple[int, ...], torch.dtype]]
 Named = Sequence[tuple[str, Tensor]]
@@ -26,7 +26,17 @@ _aten = torch.ops.aten
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under their clean names; tied ones under each of their names."""
+    """Parameters and persistent buffers under their clean names, without adapters'; tied ones under each of their
+    names."""
+    return {name: tensor for name, tensor in _tensors(model).items() if not is_adapter(name)}
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters of low-rank adapters under their clean names; none in a model without them."""
+    return {name: tensor for name, tensor in _tensors(model).items() if is_adapter(name)}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}

@@ -1,4 +1,4 @@
-"""What a step's numbers say that its line on the console does not: nothing to learn from, samples that failed."""
+"""What a step's numbers say that its line on the console does not: nothing to learn from, what was left out."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ class StepNotices:
         self._samples_saved = samples_saved
         self._told_spread: int | None = None
         self._told_failed: int | None = None
+        self._told_cut: int | None = None
+        self._told_skipped: int | None = None
         self._failed = self._samples = 0.0  # since they were told last
         self._since: int | None = None
 
     def after(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """At most one line a kind for this step, empty for most steps."""
-        return [text for text in (self._without_spread(step, metrics), self._with_failures(step, metrics)) if text]
+        kinds = (self._without_spread, self._with_failures, self._without_loss_tokens, self._with_skipped_updates)
+        return [text for kind in kinds if (text := kind(step, metrics))]
 
     def _without_spread(self, step: int, metrics: Mapping[str, float]) -> str:
         if metrics.get("reward/zero_spread_share") != 1 or not _due(step, self._told_spread):
@@ -49,6 +52,29 @@ class StepNotices:
         if not self._samples_saved:
             return f"{text}; log.save_samples keeps the reason of each"
         return f"{text}; `failure` in samples/step_{step:06d}.rank*.jsonl.gz says why"
+
+    def _without_loss_tokens(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Samples, but no update: all that did not fail were cut, and `rollout.truncated` masks those."""
+        cut = metrics.get("rollout/truncated_share", 0.0)
+        if not cut or cut + metrics.get("rollout/failed_share", 0.0) < 1 - 1e-9:
+            return ""
+        if "optim/lr" in metrics or "critic/lr" in metrics or not _due(step, self._told_cut):
+            return ""
+        self._told_cut = step
+        return (
+            f"step {step}: every answer was cut by its length and left out of the loss (rollout.truncated), so nothing "
+            "is trained; raise rollout.max_response_tokens, or ask for shorter answers"
+        )
+
+    def _with_skipped_updates(self, step: int, metrics: Mapping[str, float]) -> str:
+        names = [n for n in ("optim/skipped_updates", "critic/skipped_updates") if metrics.get(n, 0.0) > 0]
+        if not names or not _due(step, self._told_skipped):
+            return ""
+        self._told_skipped = step
+        counts = " and ".join(f"{name} {metrics[name]:g}" for name in names)
+        return (
+            f"step {step}: gradients were not finite, so updates were skipped ({counts}); once is noise, always a fault"
+        )
 
 
 def _due(step: int, told: int | None) -> bool:

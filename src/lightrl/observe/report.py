@@ -27,6 +27,7 @@ _PANELS: tuple[tuple[str, tuple[str, ...], str, bool], ...] = (
     ("Groups without spread", ("reward/zero_spread_share",), "share of groups", True),
     ("Loss", ("loss/total", "loss/policy"), "", False),
     ("KL to the reference", ("loss/kl*", "*/kl"), "nats a token", False),
+    ("Distance to the teacher", ("distill/reverse_kl", "distill/divergence"), "nats a token", True),
     ("Entropy", ("*/entropy*",), "nats a token", True),
     ("Gradient norm", ("optim/grad_norm",), "before clipping", True),
     ("Engine against trainer", ("mismatch/logprob_abs_diff",), "mean log-prob difference", True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,8 @@ class StageTimer:
     in whatever comes next and waits for them. The queue runs dry once a stage, so take few and long ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[str, float, float], None] | None = None) -> None:
+        self._watch = watch  # told each stage with its start and end, by `time.perf_counter`
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
         self._start: float | None = None
@@ -34,8 +35,11 @@ class StageTimer:
             yield
             _wait_for_gpu()  # not after an error: a hanging collective would keep it from being seen
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            end = time.perf_counter()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
             self._open.pop()
+            if self._watch is not None:
+                self._watch(name, start, end)
 
     def seconds(self, stage: str) -> float:
         """Seconds spent in a stage so far; 0 when it did not run."""

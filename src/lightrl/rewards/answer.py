@@ -41,3 +41,8 @@ def nonempty_text(answer: Answer) -> None:
     """Check of rules that compare with any text."""
     if not text_of(answer.label):
         raise ValueError("the label is empty")
+
+
+def grade_none(_: Answer) -> float:
+    """The rule `none`: 0 for everything, where no reward is trained on."""
+    return 0.0

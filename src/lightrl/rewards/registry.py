@@ -40,6 +40,7 @@ RULES: dict[str, Rule] = {
     "exact": Rule(grade="text:grade_exact"),
     "number": Rule(grade="text:grade_number", check="text:check_number"),
     "random": Rule(grade="random:grade_random", check=None),
+    "none": Rule(grade="answer:grade_none", check=None),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,6 +69,8 @@ class Scorer:
             raise UserError(f"reward.batched is for functions of your own: reward.type = {config.type!r} is a rule")
         self._caller: Caller = Caller() if shared is None else shared._caller
         self._pool: WorkerPool = WorkerPool(pool_size(config.concurrency)) if shared is None else shared._pool
+        self.watch: Callable[[str, int, Sequence[int], float, float], None] | None = None
+        """Told of each call: ("reward", group index, numbers of its samples, from, to), by `time.perf_counter`."""
         self._limiter: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._stats = RewardStats()
 
@@ -143,7 +146,13 @@ class Scorer:
         """Await the rewards of `samples` and write them; a failure of the call fails all of them."""
         try:
             async with self._slot():
-                values = await work
+                start = time.perf_counter()
+                try:
+                    values = await work
+                finally:
+                    if self.watch is not None:
+                        numbers = [s.index for s in samples]
+                        self.watch("reward", samples[0].group_index, numbers, start, time.perf_counter())
         except Exception as error:
             for sample in samples:
                 self._fail(sample, error)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from lightrl.engine.base import Completion, Engine, EngineLostError, GenerateRequest, SamplingParams
+from lightrl.rollout.hooked import Generate, GenerateTask, HookRun
+from lightrl.rollout.seeds import sample_seed as sample_seed
 from lightrl.types import Prompt, Sample, SampleGroup, Status
 
 R = TypeVar("R")
@@ -21,6 +23,10 @@ class Scores(Protocol):
     """Scores the samples of one group in place (`lightrl.rewards.Scorer`)."""
 
     async def score(self, samples: list[Sample]) -> None: ...
+
+
+Watch = Callable[[str, int, Sequence[int], float, float], None]
+"""Told what was done for a group: (what, group index, numbers of the samples, from, to), by `time.perf_counter`."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -37,6 +43,8 @@ class Work:
     """All answers are there: what is left is their scoring."""
     is_dropped: bool = False
     """Not needed any more: it is not scored."""
+    hook: HookRun | None = None
+    """The call of `rollout.generate` that is under way for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +59,9 @@ class Sampler:
     seed: int
     stream: str = "train"
     """Part of the seeds of samples: two streams draw independently."""
+    generate: Generate | None = None
+    """Answers prompts in place of one request to the engine for each (`rollout.generate`)."""
+    watch: Watch | None = None
 
     async def complete(self, work: Work) -> SampleGroup | None:
         """Sample the answers that are missing and score all; None for work that was dropped meanwhile.
@@ -58,15 +69,14 @@ class Sampler:
         EngineLostError keeps the answers that were complete: called again, only the others are sampled, each with its
         own seed.
         """
-        if not work.is_dropped:
-            await self._answer(work)
-        if work.is_dropped:
+        start = time.perf_counter()
+        samples = None if work.is_dropped else await self._samples(work)
+        if work.is_dropped or samples is None:
             return None
         work.is_sampled = True
-        samples = [
-            _sample(work.prompt, work.group_index, i, work.answers[i], self.decode) for i in range(self.group_size)
-        ]
-        await self.scorer.score([s for s in samples if s.status is not Status.FAILED])
+        if self.watch is not None:
+            self.watch("generate", work.group_index, [s.index for s in samples], start, time.perf_counter())
+        await self.scorer.score([s for s in samples if s.status is not Status.FAILED and s.reward is None])
         work.group = SampleGroup(prompt=work.prompt, group_index=work.group_index, samples=samples)
         return work.group
 
@@ -74,6 +84,32 @@ class Sampler:
         """End the generation of a group that is not needed."""
         work.is_dropped = True
         self.engine.abort(self._id(work))
+        if work.hook is not None:
+            work.hook.drop()
+
+    async def _samples(self, work: Work) -> list[Sample] | None:
+        """Unscored; None where the group was dropped before all were there."""
+        if self.generate is None:
+            await self._answer(work)
+            return [
+                _sample(work.prompt, work.group_index, i, completion, self.decode)
+                for i, completion in sorted(work.answers.items())
+            ]
+        work.hook = HookRun(
+            task=GenerateTask(
+                prompt=work.prompt,
+                group_index=work.group_index,
+                num_samples=self.group_size,
+                sampling=self.sampling,
+                is_evaluation=self.stream.startswith("eval/"),
+                decode=self.decode,
+                engine=self.engine,
+                seed=self.seed,
+                stream=self.stream,
+                watch=self.watch,
+            )
+        )
+        return await work.hook.samples(self.generate)
 
     async def _answer(self, work: Work) -> None:
         missing = [i for i in range(self.group_size) if i not in work.answers]
@@ -140,12 +176,6 @@ async def collect(
     return [task.result() for task in running]
 
 
-def sample_seed(seed: int, stream: str, group_index: int, index: int) -> int:
-    """Seed of one sample's random draws: the same on any number of ranks and after any restart."""
-    digest = hashlib.blake2b(f"{seed}/{stream}/{group_index}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def _sample(
     prompt: Prompt, group_index: int, index: int, completion: Completion, decode: Callable[[list[int]], str]
 ) -> Sample:
@@ -159,6 +189,7 @@ def _sample(
         rollout_logprobs=completion.logprobs,
         rollout_top_ids=completion.top_ids or None,
         rollout_top_logprobs=completion.top_logprobs or None,
+        rollout_routing=completion.routing,
         policy_versions=completion.policy_versions,
         status=completion.status,
     )

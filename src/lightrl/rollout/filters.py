@@ -18,14 +18,21 @@ Filter = Callable[[SampleGroup], tuple[bool, str]]
 """A scored group -> (whether it is kept, the reason if not, which names a metric)."""
 
 
-def load_filter(name: str) -> Filter | None:
-    """What `rollout.filter` names; None for `none`. UserError for a function that cannot be loaded."""
+def load_filter(name: str, given: Callable[[SampleGroup], Any] | None = None) -> Filter | None:
+    """What `rollout.filter` names, or the function given in its place; None for `none`.
+
+    UserError for a function that cannot be loaded or called.
+    """
+    if given is not None:
+        if (fault := hooks.call_fault(given)) is not None:
+            raise UserError(f"rollout.filter: {fault}")
+        return lambda group: verdict_of(given(group), getattr(given, "__name__", "the function"))
     if name == "none":
         return None
     if name == "nonzero_std":
         return nonzero_std
     function = hooks.load(name, "rollout.filter")
-    return lambda group: _verdict(function(group), name)
+    return lambda group: verdict_of(hooks.call(function, group, name, "rollout.filter"), name)
 
 
 def nonzero_std(group: SampleGroup) -> tuple[bool, str]:
@@ -47,7 +54,7 @@ def nonzero_std(group: SampleGroup) -> tuple[bool, str]:
     return (True, "") if stdev(rewards) > SMALLEST_STD else (False, "zero_std")
 
 
-def _verdict(answer: Any, name: str) -> tuple[bool, str]:
+def verdict_of(answer: Any, name: str) -> tuple[bool, str]:
     """What a function of the user's own returned: a bool (numpy's and torch's too), or (bool, reason)."""
     keep, reason = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, "other")
     if keep is None or isinstance(keep, tuple | list | str):

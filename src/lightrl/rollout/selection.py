@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from lightrl.errors import UserError
 from lightrl.types import Prompt
 
 
@@ -93,6 +95,34 @@ class Selection:
             if verdict.keep:
                 self.kept.append(self._start + self._seen)
             self._seen += 1
+
+    def record(self) -> dict[str, Any]:
+        """All that `replay` needs, as JSON."""
+        return {
+            "start": self._start,
+            "draws": self.num_draws,
+            "drawn": self.num_drawn,
+            "verdicts": {str(number): asdict(verdict) for number, verdict in sorted(self._verdicts.items())},
+        }
+
+    def replay(self, record: Mapping[str, Any], what: str) -> None:
+        """Draw, and take in verdicts, as the selection of that `record` did. UserError, beginning with `what`, where
+        this one stands elsewhere or draws others."""
+        if record["start"] != self._start:
+            raise UserError(
+                f"{what} begins with group {record['start']}, this run stands at {self._start}: keep [rollout] as it "
+                "was, and start with the step that the dump starts with"
+            )
+        while self.num_draws < record["draws"] and (self._more is not None or self.num_draws == 0):
+            self.draw()
+        if self.num_drawn != record["drawn"]:
+            raise UserError(
+                f"{what} was made of {record['drawn']} prompts, [rollout] draws {self.num_drawn}: set "
+                "prompts_per_step, oversample_prompts and filter as they were"
+            )
+        self.note({int(number): Verdict(**verdict) for number, verdict in record["verdicts"].items()})
+        if self.end is None:
+            raise UserError(f"{what} has fewer groups than rollout.prompts_per_step = {self.wanted}: set it as it was")
 
     def metrics(self) -> dict[str, float]:
         """Counts of the groups looked at, `filter/…`; names and meanings are in docs/metrics.md."""

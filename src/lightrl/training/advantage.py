@@ -13,11 +13,14 @@ from torch import Tensor
 from lightrl import hooks
 from lightrl.algorithms.advantages import GroupRewards, TokenRewards, overlong_penalty
 from lightrl.algorithms.losses import kl_divergence
+from lightrl.config.estimators import ESTIMATORS
 from lightrl.config.schema import AlgorithmConfig
 from lightrl.distributed.mesh import World
 from lightrl.errors import UserError
 from lightrl.observe.metrics import Tally
 from lightrl.types import Microbatch, Sample, SampleGroup
+
+LARGEST = torch.finfo(torch.float32).max
 
 Key = tuple[int, int]  # (group_index, index) of a sample
 Batch = Sequence[Sequence[Microbatch]]
@@ -56,6 +59,8 @@ class Advantages:
 
     def __call__(self, rewards: GroupRewards | TokenRewards) -> Any:
         options: dict[str, Any] = {key: getattr(self.config, key) for key in self.config.estimator.keys}
+        if self.config.advantage not in ESTIMATORS:
+            return hooks.call(self.function, rewards, self.config.advantage, "algorithm.advantage")
         return self.function(rewards, **options)
 
 
@@ -97,6 +102,9 @@ def _checked(answer: Any, samples: Sequence[Sample], name: str) -> list[float | 
             raise fault(f"{item!r:.80} for a sample: return a number, or one for each token of its response") from None
         if isinstance(value, list) and len(value) != sample.response_length:
             raise fault(f"{len(value)} numbers for a response of {sample.response_length} tokens: return one for each")
+        worst = next((x for x in (value if isinstance(value, list) else [value]) if not abs(x) < LARGEST), None)
+        if worst is not None:
+            raise fault(f"{worst:g} for a sample: return finite numbers that float32 holds")
         values.append(value)
     return values
 
@@ -106,6 +114,8 @@ def finish_advantages(groups: Sequence[SampleGroup], batch: Batch, advantages: A
     config = advantages.config
     if advantages.of_tokens:
         set_token_advantages(batch, advantages)
+        for sample in (s for g in groups for s in g.samples):
+            sample.advantage = None  # it held the reward that they start from
     elif config.kl_coef and config.kl_in == "reward":
         penalize_with_kl(groups, batch, advantages, world)
     if config.whitening != "none":

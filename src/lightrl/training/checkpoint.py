@@ -31,6 +31,7 @@ from lightrl.distributed.waiting import waiting
 from lightrl.errors import UserError
 from lightrl.models.export import fsync
 from lightrl.models.load import persistent_tensors
+from lightrl.models.names import adapter_tensors
 from lightrl.training import random_state
 from lightrl.training.checkpoint_storage import (
     TENSORS_FILE,
@@ -44,6 +45,7 @@ from lightrl.training.checkpoint_storage import (
     write_json,
 )
 from lightrl.training.optimizer_state import allocate, describe_groups, optimizer_tensors, restore_groups
+from lightrl.wrappers import is_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -327,13 +329,13 @@ class _Part:
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Each parameter and persistent buffer once, under its first name, sharded."""
+    """What is trained, sharded: adapters, or each parameter and persistent buffer once, under its first name."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the root's own group stays whole after a forward
     seen: set[int] = set()
     tensors = {}
-    for name, tensor in persistent_tensors(model).items():
+    for name, tensor in (adapter_tensors(model) or persistent_tensors(model)).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             tensors[name] = tensor
@@ -349,6 +351,10 @@ def _named_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, T
 
 def _check_model(folder: Path, targets: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
     """`UserError` naming the first tensor in which the checkpoint and the model differ."""
+    has, wants = (any(map(is_adapter, names)) for names in (stored, targets))
+    if has != wants:
+        holds, instead = ("adapters", "those of its run") if has else ("a whole model", "0")
+        raise UserError(f"{folder} holds {holds}: set lora.rank to {instead}, or take another run.dir")
     for name, tensor in targets.items():
         if tensor.numel() == 0:
             continue

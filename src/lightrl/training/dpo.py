@@ -17,7 +17,7 @@ from lightrl.training import setup
 from lightrl.training.balance import CostModel
 from lightrl.training.offline import Mean, OfflineTrainer, Terms, parts
 from lightrl.training.packing import TrainSample
-from lightrl.training.policy import Policy, to_device
+from lightrl.training.policy import AdaptersOff, Policy, to_device
 from lightrl.types import Microbatch
 
 
@@ -28,7 +28,7 @@ class DPOTrainer(OfflineTrainer[Pair]):
     columns = preference_columns("dpo")
     one_unit_a_row = True
     policy: Policy
-    reference: Policy | None
+    reference: Policy | AdaptersOff | None
     """None where the loss has none, or its log-probs are in the pairs."""
 
     def read(self, data: DataConfig) -> PairSet:
@@ -42,14 +42,12 @@ class DPOTrainer(OfflineTrainer[Pair]):
             setup.check_same_tokens(self.config, "dpo.reference_path", "reference", path, needed)
 
     def load_model(self) -> Policy:
-        config = self.config
-        self.reference = None
-        if config.dpo.has_reference:
-            self.reference = setup.frozen_reference(config.model, config.dpo.reference_path, self.world)
-            if config.dpo.precompute_reference:
-                self._precompute(self.reference)
-                self.reference = None
-        self.policy = setup.load_policy(config, self.world)
+        config, dpo = self.config, self.config.dpo
+        if dpo.precompute_reference:
+            self._precompute(setup.frozen_model(config.model, dpo.reference_path, self.world))
+        self.policy, self.reference = setup.load_policy(config, self.world), None
+        if dpo.has_reference and not dpo.precompute_reference:
+            self.reference = setup.reference_of(self.policy, config.model, dpo.reference_path, self.world)
         return self.policy
 
     @torch.no_grad()
@@ -78,7 +76,7 @@ class DPOTrainer(OfflineTrainer[Pair]):
         ]
 
     def pack(self, rows: Sequence[Pair]) -> list[Microbatch]:
-        models = [self.policy] if self.reference is None else [self.policy, self.reference]
+        models: list[Policy | AdaptersOff] = [self.policy] if self.reference is None else [self.policy, self.reference]
         return self.pack_for(models, rows, self.cost)
 
     def complete(self, batch: Sequence[Microbatch], rows: Sequence[Pair]) -> None:

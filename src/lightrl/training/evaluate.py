@@ -8,6 +8,7 @@ from typing import Any
 
 from lightrl.config.schema import Config, DataConfig, EvalSetConfig, RewardConfig
 from lightrl.data import PromptSet, load_prompts
+from lightrl.data.mapping import RowMap
 from lightrl.distributed.mesh import World, deal
 from lightrl.engine.base import Engine, SamplingParams
 from lightrl.observe.console import Console
@@ -15,6 +16,7 @@ from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.metrics import Tally, eval_metrics
 from lightrl.rewards import Scorer, check_labels
 from lightrl.rollout.collect import Sampler
+from lightrl.rollout.hooked import Generate
 from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
 
@@ -33,16 +35,23 @@ def load_eval_sets(
     context_length: int,
     custom_reward: Callable[..., Any] | None,
     scorer: Scorer | None = None,
+    row_map: RowMap | None = None,
 ) -> list[EvalSet]:
     """Read every set; keys left out come from `[data]`, `[reward]` and `[rollout]`. Errors before any model loads.
 
-    `scorer`, that of training, shares its workers with the sets'.
+    `scorer`, that of training, shares its workers with the sets'. `row_map` stands in for `data.map`.
     """
     sets = []
     for spec in config.eval.sets:
         limit = spec.max_response_tokens or config.rollout.max_response_tokens
         data = set_data(config.data, spec)
-        prompts = load_prompts(data, tokenizer, context_length=context_length, max_response_tokens=limit)
+        prompts = load_prompts(
+            data,
+            tokenizer,
+            context_length=context_length,
+            max_response_tokens=limit,
+            row_map=row_map if spec.map is None else None,
+        )
         reward = _reward_config(config.reward, spec)
         custom = custom_reward if spec.reward is None else None
         own_scorer = Scorer(reward, custom=custom, shared=scorer)
@@ -62,7 +71,7 @@ def load_eval_sets(
 
 def set_data(data: DataConfig, spec: EvalSetConfig) -> DataConfig:
     """`[data]` for a set: what it does not say itself is as in training."""
-    names = ("split", "input_key", "label_key", "apply_chat_template", "system_prompt")
+    names = ("split", "input_key", "label_key", "apply_chat_template", "system_prompt", "map")
     given = {n: getattr(spec, n) for n in names if getattr(spec, n) is not None}
     return replace(data, path=spec.path, shuffle=False, **given)
 
@@ -91,6 +100,7 @@ def evaluate(
     ranks_per_engine: int = 1,
     on_restart: Callable[[int, str], None] = lambda count, why: None,
     restart: Callable[[], None] | None = None,
+    generate: Generate | None = None,
 ) -> dict[str, float]:
     """Metrics of all sets, equal on every rank. Prompts are dealt out over ranks; the weights are in the engine.
 
@@ -113,6 +123,7 @@ def evaluate(
                     decode=decode,
                     seed=seed,
                     stream=f"eval/{spec.name}",
+                    generate=generate,
                 ),
                 selection=Selection(prompts, start=0, wanted=len(prompts)),
                 world=world,

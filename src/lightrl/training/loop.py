@@ -19,6 +19,7 @@ from lightrl.config.schema import Config
 from lightrl.data import PromptSource
 from lightrl.distributed.mesh import World
 from lightrl.observe.console import Console
+from lightrl.observe.trackers import Trackers
 from lightrl.training import run_folder, setup
 from lightrl.training.checkpoint import Checkpointer, Others
 from lightrl.training.optim import apply_settings
@@ -67,8 +68,16 @@ class Trainable(Protocol):
         """Go on from a checkpoint, by `Loop.load`."""
         ...
 
-    def export_all(self, folder: Path) -> None:
-        """Its models in Hugging Face format, the main one to `folder`."""
+    def export_step(self) -> None:
+        """Its models in Hugging Face format, the main one to `hf/step_N`."""
+        ...
+
+    def after_step(self, trackers: Trackers, *, last: bool) -> None:
+        """What else is due once a step is logged and saved."""
+        ...
+
+    def finish(self, trackers: Trackers) -> None:
+        """Wait for what is under way after the last step."""
         ...
 
     def introduce(self) -> None:
@@ -134,8 +143,10 @@ class Loop:
                 if step == total or (checkpoint.every and step % checkpoint.every == 0):
                     self._save(trainer, metrics)
                 if checkpoint.hf_every and step % checkpoint.hf_every == 0:
-                    trainer.export_all(self.run_dir / "hf" / f"step_{step:06d}")
+                    trainer.export_step()
+                trainer.after_step(trackers, last=step == total)
             self._checkpointer.wait()
+            trainer.finish(trackers)
         return metrics
 
     def _resume(self, trainer: Trainable) -> None:
@@ -166,11 +177,6 @@ class Loop:
             extra = self._checkpointer.load(folder, state.model, state.optimizer, others=state.others)
             apply_settings(state.optimizer, self.config.optim)
             trainer.source.restore(extra["source"])
-        if extra["model"] != self.config.model.path:
-            self.console.warning(
-                f"model.path: {self.config.model.path} was {extra['model']} when this checkpoint was "
-                "written: weights are the checkpoint's, reference and exported files those of the new path"
-            )
         return extra
 
     def _save(self, trainer: Trainable, metrics: Mapping[str, float]) -> None:

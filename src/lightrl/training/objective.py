@@ -19,10 +19,11 @@ from lightrl.algorithms.corrections import (
     not_vetoed,
     score_centering,
 )
-from lightrl.algorithms.losses import LossTokens, PolicyLoss
+from lightrl.algorithms.distillation import reverse_kl, top_k_divergence
+from lightrl.algorithms.losses import LossTokens, PolicyLoss, reinforce_loss
 from lightrl.algorithms.samples import Samples
 from lightrl.config.losses import LOSSES
-from lightrl.config.schema import AlgorithmConfig, CorrectionConfig
+from lightrl.config.schema import AlgorithmConfig, CorrectionConfig, TeacherConfig
 from lightrl.distributed.mesh import World
 from lightrl.errors import UserError
 from lightrl.types import Microbatch
@@ -34,13 +35,22 @@ class Objective:
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     policy_loss: Callable[[LossTokens], PolicyLoss]
 
     @classmethod
-    def of(cls, algorithm: AlgorithmConfig, correction: CorrectionConfig | None = None) -> Objective:
+    def of(
+        cls,
+        algorithm: AlgorithmConfig,
+        correction: CorrectionConfig | None = None,
+        teacher: TeacherConfig | None = None,
+    ) -> Objective:
         """UserError for a function that cannot be loaded."""
         return cls(
-            algorithm=algorithm, correction=correction or CorrectionConfig(), policy_loss=load_policy_loss(algorithm)
+            algorithm=algorithm,
+            correction=correction or CorrectionConfig(),
+            teacher=teacher or TeacherConfig(),
+            policy_loss=load_policy_loss(algorithm),
         )
 
     @property
@@ -49,7 +59,7 @@ class Objective:
         a = self.algorithm
         final = a.estimator.kind == "group" and a.whitening == "none"  # known before samples are packed
         others = a.kl_coef or a.entropy_coef or self.correction.tis_batch_normalize or a.loss not in LOSSES
-        return a.skip_zero_advantage and final and not others
+        return a.skip_zero_advantage and final and not others and not self.teacher.enabled
 
     def needs_old_logprobs(self, updates: int) -> bool:
         """Does the trainer have to compute log-probs before the first of the step's `updates`?
@@ -65,18 +75,34 @@ def load_policy_loss(config: AlgorithmConfig) -> Callable[[LossTokens], PolicyLo
     known = LOSSES.get(config.loss)
     function = hooks.load(config.loss if known is None else known.function, "algorithm.loss")
     if known is None:
-        return lambda tokens: _checked(function(tokens), tokens, config.loss)
+        return lambda tokens: _own_loss(function, tokens, config.loss)
     return partial(function, **{key: v for key in known.keys if (v := getattr(config, key)) is not None})
 
 
+def _own_loss(function: Callable[..., Any], tokens: LossTokens, name: str) -> PolicyLoss:
+    """What a function of the user's own makes of them; it is not asked about none, as on a rank without work."""
+    if not tokens.logprobs.numel():
+        return reinforce_loss(tokens)
+    return _checked(hooks.call(function, tokens, name, "algorithm.loss"), tokens, name)
+
+
 def _checked(answer: Any, tokens: LossTokens, name: str) -> PolicyLoss:
-    """What a function of the user's own returned: a loss a token, or a `PolicyLoss`."""
+    """What it returned: a loss a token, or a `PolicyLoss`."""
     loss = answer.loss if isinstance(answer, PolicyLoss) else answer
     if not isinstance(loss, Tensor) or loss.shape != tokens.logprobs.shape:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         wanted = f"a tensor of shape {list(tokens.logprobs.shape)}, a loss a token"
         raise UserError(f"algorithm.loss = {name!r}: it returned {what}: return {wanted}")
+    if tokens.logprobs.requires_grad and not loss.requires_grad:
+        raise UserError(
+            f"algorithm.loss = {name!r}: it returned a loss without a gradient: compute it from tokens.logprobs, "
+            "undetached"
+        )
     if isinstance(answer, PolicyLoss):
+        for part in ("ratio", "clipped"):
+            if (found := getattr(answer, part)).shape != loss.shape:
+                shapes = f"{list(found.shape)}, not {list(loss.shape)}"
+                raise UserError(f"algorithm.loss = {name!r}: `{part}` of the PolicyLoss it returned has shape {shapes}")
         return answer
     ratio = tokens.log_ratio.detach().exp()
     return PolicyLoss(loss=loss, ratio=ratio, clipped=torch.zeros_like(ratio, dtype=torch.bool))
@@ -95,6 +121,15 @@ def samples_of(batch: Microbatch) -> Samples:
     return Samples(mask=batch.loss_mask > 0, ids=batch.sample_ids, count=len(batch.sample_keys))
 
 
+def engine_logprobs(batch: Microbatch) -> Tensor:
+    """[N]; UserError where an engine gave none, which corrections are made of."""
+    if batch.rollout_logprobs is None:
+        raise UserError(
+            "correction: an engine gave answers without log-probs, which the loss needs: remove [correction]"
+        )
+    return batch.rollout_logprobs
+
+
 def correct(config: CorrectionConfig, batch: Microbatch, logprobs: Tensor, samples: Samples) -> Correction:
     """Weights and rejections of a microbatch, by the trainer's log-probs before the step's updates.
 
@@ -102,8 +137,7 @@ def correct(config: CorrectionConfig, batch: Microbatch, logprobs: Tensor, sampl
     """
     if not config.reads_rollout_logprobs:
         return Correction()
-    assert batch.rollout_logprobs is not None
-    now, engine = logprobs.detach(), batch.rollout_logprobs
+    now, engine = logprobs.detach(), engine_logprobs(batch)
     log_ratio = (now if batch.old_logprobs is None else batch.old_logprobs) - engine
     log_ratio = log_ratio.masked_fill(~samples.mask, 0.0)  # an engine may know no log-prob of tokens that it was given
     weights = bounded = None
@@ -135,6 +169,43 @@ def center(config: CorrectionConfig, batch: Microbatch, top_logprobs: Tensor | N
     return batch.advantages * term / batch.weight_mean
 
 
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """What a teacher makes of a microbatch's tokens."""
+
+    reverse_kl: Tensor  # [N] log policy - log teacher of the sampled tokens, 0 on others
+    advantages: Tensor | None = None  # [N] to be added to the tokens' own
+    divergence: Tensor | None = None  # [N] with gradient, times the coefficient to be added to their losses
+
+
+def distill(
+    config: TeacherConfig,
+    batch: Microbatch,
+    old: Tensor,
+    top_logprobs: Tensor | None = None,
+    divergence: Tensor | None = None,
+) -> Distillation | None:
+    """The term of `[teacher]`; None without one.
+
+    `old` [N] are the log-probs before the step's updates; of the present policy, with gradient, `top_logprobs` [N, k]
+    are those of `batch.teacher_top_ids`, and `divergence` [N] is that from the whole of the teacher's distribution.
+    """
+    if not config.enabled or not batch.sample_keys:
+        return None
+    counted = batch.loss_mask > 0
+    assert batch.teacher_logprobs is not None, "a teacher has said nothing of these tokens"
+    found = reverse_kl(old.detach(), batch.teacher_logprobs).masked_fill(~counted, 0.0)
+    if config.form == "sampled":
+        return Distillation(reverse_kl=found, advantages=-config.coef * found)
+    if config.form == "top_k":
+        assert top_logprobs is not None
+        assert batch.teacher_top_logprobs is not None
+        theirs = batch.teacher_top_logprobs.masked_fill(~counted[:, None], 0.0)  # any number will do there
+        divergence = top_k_divergence(top_logprobs, theirs, config.kind, config.beta)
+    assert divergence is not None
+    return Distillation(reverse_kl=found, divergence=divergence)
+
+
 def _tis_weights(config: CorrectionConfig, log_ratio: Tensor, samples: Samples) -> Weights:
     low, high = config.tis_bounds
     return importance_weights(log_ratio, samples, level=config.tis_level, mode=config.tis_mode, lower=low, upper=high)
@@ -152,9 +223,8 @@ def normalize_weights(batch: Sequence[Sequence[Microbatch]], world: World, confi
     microbatches = [m for minibatch in batch for m in minibatch]
     for microbatch in (m for m in microbatches if m.sample_keys):
         assert microbatch.old_logprobs is not None
-        assert microbatch.rollout_logprobs is not None
         samples = samples_of(microbatch)
-        values = _tis_weights(config, microbatch.old_logprobs - microbatch.rollout_logprobs, samples).values
+        values = _tis_weights(config, microbatch.old_logprobs - engine_logprobs(microbatch), samples).values
         if config.tis_level == "token":
             total += float(samples.sums(values).sum())
             count += float(samples.lengths.sum())

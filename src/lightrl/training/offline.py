@@ -29,6 +29,7 @@ from lightrl.models.registry import stock_notice
 from lightrl.observe.console import Columns, Console
 from lightrl.observe.metrics import Tally
 from lightrl.observe.timing import StageTimer
+from lightrl.observe.trackers import Trackers
 from lightrl.training import run_folder, setup
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
@@ -36,7 +37,7 @@ from lightrl.training.evaluate import set_data
 from lightrl.training.loop import Loop, State
 from lightrl.training.optim import build_optimizer, build_schedule, optimizer_step
 from lightrl.training.packing import TrainSample
-from lightrl.training.policy import Policy
+from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.training.value_model import ValueModel
 from lightrl.types import Microbatch
 
@@ -76,6 +77,7 @@ class OfflineTrainer(ABC, Generic[Row]):
     command: ClassVar[str]
     """`lightrl COMMAND`, and the section of the config, which has `batch_size` and `epochs`."""
     columns: ClassVar[Columns]
+    rows_called: ClassVar[str] = "pairs"
     one_unit_a_row: ClassVar[bool] = False
     """The samples of a row are computed in one microbatch, as the loss compares them."""
 
@@ -183,7 +185,9 @@ class OfflineTrainer(ABC, Generic[Row]):
         """This rank's microbatches of one update on these rows: as many on every rank."""
         return self.pack_for([self.model], rows, self.cost)
 
-    def pack_for(self, models: Sequence[Policy | ValueModel], rows: Sequence[Row], cost: CostModel) -> list[Microbatch]:
+    def pack_for(
+        self, models: Sequence[Policy | ValueModel | AdaptersOff], rows: Sequence[Row], cost: CostModel
+    ) -> list[Microbatch]:
         """`pack`, for models that all have to take what is packed."""
         parallel = self.config.parallel
         mine = deal(self.world, list(enumerate(rows)))
@@ -265,9 +269,13 @@ class OfflineTrainer(ABC, Generic[Row]):
 
     def next_step(self) -> dict[str, float]:
         """`step` on the next rows; the last one of `epochs` takes what is left."""
-        size = self.section.batch_size
-        with self.source.dealt(size if self.section.epochs is None else min(size, self._rows_left())) as rows:
+        with self.source.dealt(self._next_size()) as rows:
             return self.step(rows)
+
+    def _next_size(self) -> int:
+        """Rows of the next step: the last one of `epochs` takes what is left."""
+        size: int = self.section.batch_size
+        return size if self.section.epochs is None else min(size, self._rows_left())
 
     def introduce(self) -> None:
         """Say what the run is."""
@@ -278,6 +286,12 @@ class OfflineTrainer(ABC, Generic[Row]):
         others = _OF_RL + tuple(name for name in _COMMANDS if name != self.command)
         if unused := [name for name in others if getattr(self.config, name) != getattr(Config(), name)]:
             self.console.notice(f"not used by lightrl {self.command}: {', '.join(f'[{name}]' for name in unused)}")
+        size = self._next_size()
+        if size > len(self.rows):
+            self.console.warning(
+                f"{self.command}.batch_size = {size} in this run, but there are {len(self.rows)} {self.rows_called}: "
+                "an update trains them more than once; lower it"
+            )
         if not self.model.module.packed:
             self.console.warning(stock_notice(self.model.hf_config))
         epochs = self.section.epochs or self.total_steps * self.section.batch_size / len(self.rows)
@@ -292,18 +306,27 @@ class OfflineTrainer(ABC, Generic[Row]):
         """
         run_folder.export_model(self.model, Path(folder), self.world, replace=replace)
 
-    def export_all(self, folder: Path) -> None:
-        """The same; what was there is replaced."""
-        self.export(folder, replace=True)
+    def export_step(self) -> None:
+        """The same to `hf/step_N`."""
+        run_folder.export_step(self.model, self.config, self.steps_done, self.world)
+
+    def after_step(self, trackers: Trackers, *, last: bool) -> None:
+        """Nothing more."""
+
+    def finish(self, trackers: Trackers) -> None:
+        """Nothing more."""
 
     def load_checkpoint(self, folder: Path) -> None:
         """Take weights, optimizer, schedule, data position and random state from one checkpoint folder."""
-        self.steps_done = self.loop.load(folder, self)["step"]
+        extra = self.loop.load(folder, self)
+        run_folder.check_base(extra, self.model, self.config, folder, self.console)
+        self.steps_done = extra["step"]
         self.schedule = self._schedule()
 
     def training_state(self) -> State:
         """What a checkpoint holds."""
-        return State(model=self.model.module, optimizer=self.optimizer)
+        extra = {"adapter_scaling": run_folder.adapter_scaling(self.model)}
+        return State(model=self.model.module, optimizer=self.optimizer, extra=extra)
 
     def close(self) -> None:
         """Free the folder, if it was claimed."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.config.schema import OptimConfig
 from lightrl.training.adamw import ShardedAdamW, local
+
+_ROW = 4096  # elements whose squares are added up in float32
 
 
 def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
@@ -38,10 +41,17 @@ def build_schedule(
 
 def advance(schedule: LambdaLR, updates_done: int) -> None:
     """Bring the schedule to `updates_done`: updates left out for want of a loss token count as made."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+    with _quiet_schedule():
         while schedule.last_epoch < updates_done:
             schedule.step()
+
+
+@contextlib.contextmanager
+def _quiet_schedule() -> Iterator[None]:
+    """torch takes a first update that was skipped or left out for a mistake in the order of calls, and says so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        yield
 
 
 def apply_settings(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
@@ -84,7 +94,8 @@ def optimizer_step(
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], scale)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    schedule.step()
+    with _quiet_schedule():
+        schedule.step()
     return norm, finite
 
 
@@ -97,16 +108,27 @@ def grad_norm(parameters: Sequence[nn.Parameter]) -> float:
 def _norm(grads: list[Tensor]) -> float:
     """Of gradients on one mesh."""
     first = grads[0]
+    square = _square([local(g) for g in grads])
     if isinstance(first, DTensor):
-        axes = [axis for axis, placement in enumerate(first.placements) if not placement.is_replicate()]
-        if len(axes) > 1:  # torch adds up over several axes too, but warns that it is slow
-            own = torch.nn.utils.get_total_norm([g.to_local() for g in grads if isinstance(g, DTensor)])
-            square = own.double().square()
-            for axis in axes:
+        for axis, placement in enumerate(first.placements):
+            if not placement.is_replicate():
                 dist.all_reduce(square, group=first.device_mesh.get_group(axis))
-            return math.sqrt(float(square))
-    norm = torch.nn.utils.get_total_norm(grads)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return math.sqrt(float(square))
+
+
+def _square(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of all squares, float64.
+
+    On a CPU torch adds up a whole tensor in float32, one after the other: 0.2% are lost of 28M elements, 1% of 100M.
+    """
+    if tensors[0].device.type != "cpu":
+        return torch.nn.utils.get_total_norm(list(tensors)).double().square()
+    total = torch.zeros((), dtype=torch.float64)
+    for flat in (t.reshape(-1) for t in tensors):
+        whole = flat.numel() // _ROW * _ROW
+        for part in (flat[:whole].view(-1, _ROW), flat[None, whole:]):
+            total += torch.linalg.vector_norm(part, dim=1).double().square().sum()
+    return total
 
 
 def _by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:

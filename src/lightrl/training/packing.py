@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightrl.training.balance import CostModel, karmarkar_karp
-from lightrl.types import Microbatch, Sample
+from lightrl.types import NOT_RECORDED, Microbatch, RoutingRecord, Sample
 
 
 @dataclass(kw_only=True)
@@ -31,6 +31,11 @@ class TrainSample:
     """Advantage of every token of the response, or of each."""
     rollout_top_ids: list[list[int]] | None = None
     rollout_top_logprobs: list[list[float]] | None = None
+    teacher_logprobs: list[float] | None = None
+    teacher_top_ids: list[list[int]] | None = None
+    teacher_top_logprobs: list[list[float]] | None = None
+    rollout_routing: torch.Tensor | None = None
+    """As `Sample`'s: of the prompt and the response but its last token."""
 
     @property
     def has_advantage(self) -> bool:
@@ -50,6 +55,10 @@ class TrainSample:
             rollout_logprobs=sample.rollout_logprobs,
             rollout_top_ids=sample.rollout_top_ids,
             rollout_top_logprobs=sample.rollout_top_logprobs,
+            teacher_logprobs=sample.teacher_logprobs,
+            teacher_top_ids=sample.teacher_top_ids,
+            teacher_top_logprobs=sample.teacher_top_logprobs,
+            rollout_routing=sample.rollout_routing,
             advantage=sample.advantage,
         )
 
@@ -216,7 +225,7 @@ def loss_weight(plan: MinibatchPlan, loss_tokens: int, *, aggregation: str, cons
 
 
 def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[float]]) -> Microbatch:
-    """Tensors of one microbatch on the host. Samples of a unit share their prompt's rows.
+    """Tensors of one microbatch on the host. Samples of a unit share their prompt's rows, with the first one's routing.
 
     Without units, a single row that carries no loss: a rank with less work still takes part in every collective.
     """
@@ -229,9 +238,8 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
     targets: list[int] = []
     sample_ids: list[int] = []
     have_rollout = all(s.rollout_logprobs is not None for unit in units for s in unit)
-    have_top = bool(units) and all(s.rollout_top_ids is not None for unit in units for s in unit)
-    top_ids: list[list[int]] = []
-    top_logprobs: list[list[float]] = []
+    have_routing = bool(units) and all(s.rollout_routing is not None for unit in units for s in unit)
+    routing: list[torch.Tensor] = []
 
     def segment(tokens: list[int], first_position: int, keys_before: range) -> range:
         start = len(rows)
@@ -248,6 +256,8 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
         alone = len(unit) == 1
         prompt = unit[0].prompt
         shared = range(0) if alone else segment(prompt, 0, range(0))
+        if have_routing and not alone:
+            routing.append(_routing_of(unit[0])[: len(prompt)])
         for sample, weight in zip(unit, unit_weights, strict=True):
             fed = sample.response[:-1]
             if alone:
@@ -257,6 +267,8 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
                 own = segment(fed, len(prompt), shared) if fed else range(0)
                 logit_rows.append(shared[-1])
                 logit_rows.extend(own)
+            if have_routing:
+                routing.append(_routing_of(sample)[0 if alone else len(prompt) :])
             targets.extend(sample.response)
             sample_ids.extend([len(keys)] * len(sample.response))
             flat["mask"].extend(sample.loss_mask)
@@ -265,9 +277,6 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
             flat["advantage"].extend(each if isinstance(each, list) else [each] * len(sample.response))
             if have_rollout:
                 flat["rollout"].extend(sample.rollout_logprobs or ())
-            if have_top:
-                top_ids.extend(sample.rollout_top_ids or ())
-                top_logprobs.extend(sample.rollout_top_logprobs or ())
             keys.append((sample.group_index, sample.index))
     if not rows:
         segment([0], 0, range(0))  # an id that every model has; a tokenizer's pad id may lie beyond its vocabulary
@@ -289,10 +298,39 @@ def pack(units: Sequence[Sequence[TrainSample]], weights: Sequence[Sequence[floa
         loss_weights=torch.tensor(flat["weight"], dtype=torch.float32),
         advantages=torch.tensor(flat["advantage"], dtype=torch.float32),
         rollout_logprobs=torch.tensor(flat["rollout"], dtype=torch.float32) if have_rollout else None,
-        rollout_top_ids=torch.tensor(top_ids, dtype=torch.int64) if have_top else None,
-        rollout_top_logprobs=torch.tensor(top_logprobs, dtype=torch.float32) if have_top else None,
+        routing=RoutingRecord(experts=torch.cat(routing)) if have_routing else None,
         sample_keys=keys,
+        **_where_all_have(units),
     )
+
+
+_OPTIONAL = {
+    "rollout_top_ids": torch.int64,
+    "rollout_top_logprobs": torch.float32,
+    "teacher_logprobs": torch.float32,
+    "teacher_top_ids": torch.int64,
+    "teacher_top_logprobs": torch.float32,
+}
+
+
+def _where_all_have(units: Sequence[Sequence[TrainSample]]) -> dict[str, Any]:
+    """What some runs' samples have for each response token: None unless there are samples, and all of them have it."""
+    lists = {name: [getattr(s, name) for unit in units for s in unit] for name in _OPTIONAL}
+    return {
+        name: torch.tensor([x for part in parts for x in part], dtype=_OPTIONAL[name])
+        for name, parts in lists.items()
+        if parts and all(part is not None for part in parts)
+    }
+
+
+def _routing_of(sample: TrainSample) -> torch.Tensor:
+    """A row for each token that is fed."""
+    assert sample.rollout_routing is not None
+    fed = len(sample.prompt) + len(sample.response) - 1
+    if len(sample.rollout_routing) != fed:
+        have = len(sample.rollout_routing)
+        raise ValueError(f"sample {sample.group_index}/{sample.index}: routing of {have} tokens, {fed} are fed")
+    return sample.rollout_routing
 
 
 def share_rows(batch: Microbatch, rank: int, ranks: int) -> Microbatch:
@@ -317,7 +355,11 @@ def share_rows(batch: Microbatch, rank: int, ranks: int) -> Microbatch:
             kv_index = torch.cat([kv_index, torch.arange(rows, rows + extra)])
     mine = (batch.logit_rows >= start) & (batch.logit_rows < start + count)
     names = ["targets", "sample_ids", "loss_mask", "loss_weights", "advantages", "rollout_logprobs"]
-    names += ["rollout_top_ids", "rollout_top_logprobs"]
+    names += _OPTIONAL
+    routing = batch.routing
+    if routing is not None:
+        more = routing.experts.new_full((extra, *routing.experts.shape[1:]), NOT_RECORDED[routing.experts.dtype])
+        routing = replace(routing, experts=run(routing.experts, more))
     predicted: dict[str, Any] = {name: None if (v := getattr(batch, name)) is None else v[mine] for name in names}
     return replace(
         batch,
@@ -329,5 +371,6 @@ def share_rows(batch: Microbatch, rank: int, ranks: int) -> Microbatch:
         max_seqlen_q=max(batch.max_seqlen_q, extra),
         max_seqlen_k=max(batch.max_seqlen_k, extra),
         logit_rows=batch.logit_rows[mine] - start,
+        routing=routing,
         **predicted,
     )

@@ -13,20 +13,33 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from lightrl.config.schema import ModelConfig
+from lightrl.config.schema import LoraConfig, ModelConfig
 from lightrl.distributed import fsdp
 from lightrl.distributed.mesh import World
 from lightrl.errors import UserError
+from lightrl.kernels.divergence import Head, divergence, head_logprobs, linear_divergence
 from lightrl.kernels.logits_at import logits_at
 from lightrl.kernels.logprob import linear_logprobs
-from lightrl.models import experts, gated_delta, load, recompute, registry
+from lightrl.models import experts, gated_delta, load, lora, recompute, registry
 from lightrl.models.attention import Segments
 from lightrl.models.context_parallel import SharedSegments
-from lightrl.models.names import StoredTensors, kept_names
+from lightrl.models.names import Groups, StoredTensors, adapter_tensors, kept_names
 from lightrl.models.quantized import without_quantization
+from lightrl.models.routing import Routing, RoutingShape, routed, routers
 from lightrl.types import Microbatch
 
 Root = TypeVar("Root", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherHead:
+    """A teacher's output layer, and how a policy's distribution differs from what it makes of `teacher_hidden`."""
+
+    head: Head
+    size: int
+    """Ids that both know, the first of them."""
+    kind: str
+    beta: float
 
 
 class PolicyModule(nn.Module):
@@ -39,37 +52,75 @@ class PolicyModule(nn.Module):
         self.packed = packed
 
     def forward(
-        self, batch: Microbatch, segments: Segments | SharedSegments | None, temperature: float
-    ) -> tuple[Tensor, ...]:
-        """Log-probs [N] and entropies [N] of the microbatch's targets, float32; and log-probs [N, k] of the engine's
-        likeliest tokens, where the microbatch has them."""
+        self,
+        batch: Microbatch,
+        segments: Segments | SharedSegments | None,
+        temperature: float,
+        teacher: TeacherHead | None = None,
+    ) -> tuple[Any, ...]:
+        """Log-probs [N] and entropies [N] of the microbatch's targets, float32; log-probs [N, k] of the engine's
+        likeliest tokens, then of the teacher's, where the microbatch has any; and with a `teacher` the divergence [N]
+        from it, behind None where there are no such tokens."""
+        ids = likely_ids(batch)
         if not self.packed:
-            return self._padded(batch, temperature)
-        hidden = self.model.base_model(
+            return self._by_logits(self.padded_logits(batch) / temperature, batch, ids, teacher)
+        rows, head = self.rows(batch, segments), self.model.get_output_embeddings()
+        found = linear_logprobs(
+            rows, head.weight, batch.targets, bias=head.bias, temperature=temperature, kernels=self.kernels
+        )
+        top = None if ids is None else logprobs_at(rows, head, batch.targets, ids, found[0], temperature)
+        if teacher is None:
+            return found if top is None else (*found, top)
+        mine = Head(weight=head.weight, bias=head.bias, temperature=temperature)
+        assert batch.teacher_hidden is not None
+        distance = linear_divergence(
+            rows, mine, batch.teacher_hidden, teacher.head, size=teacher.size, kind=teacher.kind, beta=teacher.beta
+        )
+        return *found, top, distance
+
+    def rows(self, batch: Microbatch, segments: Segments | SharedSegments | None) -> Tensor:
+        """[N, H]: the packed rows that predict the targets."""
+        hidden: Tensor = self.model.base_model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             attention_mask=None,
             use_cache=False,
             segments=segments,
         ).last_hidden_state[0]
-        head = self.model.get_output_embeddings()
-        rows, ids = hidden[batch.logit_rows], batch.rollout_top_ids
-        found = linear_logprobs(
-            rows, head.weight, batch.targets, bias=head.bias, temperature=temperature, kernels=self.kernels
-        )
-        if ids is None:
-            return found
-        logits = logits_at(rows, head.weight, torch.cat([batch.targets[:, None], ids], 1), head.bias) / temperature
-        return *found, logits[:, 1:] - logits[:, :1] + found[0][:, None]  # the target's log-prob knows the logsumexp
+        return hidden[batch.logit_rows]
 
-    def _padded(self, batch: Microbatch, temperature: float) -> tuple[Tensor, ...]:
-        """One right-padded row a segment through the stock model: exact for any causal LM."""
+    def padded_logits(self, batch: Microbatch) -> Tensor:
+        """[N, V] float32. One right-padded row a segment through the stock model: exact for any causal LM."""
         ids, mask = padded(batch)
-        logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
-        logprobs = (logits[mask][batch.logit_rows].float() / temperature).log_softmax(-1)
+        logits: Tensor = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+        return logits[mask][batch.logit_rows].float()
+
+    def _by_logits(
+        self, logits: Tensor, batch: Microbatch, ids: Tensor | None, teacher: TeacherHead | None
+    ) -> tuple[Any, ...]:
+        """What `forward` returns, of logits over the temperature."""
+        logprobs = logits.log_softmax(-1)
         # a sum over one element, not a view: FSDP's hooks warn of views
         found = logprobs.gather(-1, batch.targets[:, None]).sum(-1), -(logprobs.exp() * logprobs).sum(-1)
-        return found if batch.rollout_top_ids is None else (*found, logprobs.gather(-1, batch.rollout_top_ids))
+        top = None if ids is None else logprobs.gather(-1, ids)
+        if teacher is None:
+            return found if top is None else (*found, top)
+        assert batch.teacher_hidden is not None
+        theirs = head_logprobs(batch.teacher_hidden, teacher.head, teacher.size)
+        mine = logits[:, : teacher.size].log_softmax(-1)
+        return *found, top, divergence(mine, theirs, teacher.kind, teacher.beta)
+
+
+def likely_ids(batch: Microbatch) -> Tensor | None:
+    """[N, k] of the engine's likeliest tokens and, behind them, of the teacher's; None where there are neither."""
+    ids = [part for part in (batch.rollout_top_ids, batch.teacher_top_ids) if part is not None]
+    return torch.cat(ids, 1) if ids else None
+
+
+def logprobs_at(rows: Tensor, head: Any, targets: Tensor, ids: Tensor, logprobs: Tensor, temperature: float) -> Tensor:
+    """Log-probs of `ids` [N, k], from those [N] of `targets`, which know the logsumexp."""
+    logits = logits_at(rows, head.weight, torch.cat([targets[:, None], ids], 1), head.bias) / temperature
+    return logits[:, 1:] - logits[:, :1] + logprobs[:, None]
 
 
 @dataclass(kw_only=True)
@@ -84,26 +135,54 @@ class Policy:
     device: torch.device
     context_group: Any = None
     """Ranks that share the rows of each microbatch; None: all rows are here."""
+    adapters: LoraConfig | None = None
+    """What is trained in place of the weights, which are then frozen; None: all weights are."""
 
     @classmethod
-    def load(cls, config: ModelConfig, world: World, *, frozen: bool = False) -> Policy:
-        """Stream `config.path` into shards; `frozen` (a reference) keeps compute precision and no gradients."""
-        source = load.resolve_checkpoint(config.path, config.revision)
+    def load(
+        cls,
+        config: ModelConfig,
+        world: World,
+        *,
+        frozen: bool = False,
+        adapters: LoraConfig | None = None,
+        seed: int = 0,
+        root: Callable[..., PolicyModule] = PolicyModule,
+        key: str = "model.path",
+    ) -> Policy:
+        """Stream `config.path`, which the config calls `key`, into shards below a `root`. `frozen` (a reference, a
+        teacher) keeps compute precision and no gradients. New `adapters` are drawn with `seed`."""
+        source = load.resolve_checkpoint(config.path, config.revision, key=key)
         hf_config = without_quantization(AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code))
-        policy = cls.without_weights(config, hf_config, world, source=source, frozen=frozen)
+        policy = cls.without_weights(
+            config, hf_config, world, source=source, frozen=frozen, adapters=adapters, root=root
+        )
         load.load_weights(policy.model, source, trust_remote_code=config.trust_remote_code)
+        lora.initialize(policy.model, seed)
         return policy
 
     @classmethod
     def without_weights(
-        cls, config: ModelConfig, hf_config: Any, world: World, *, source: Path, frozen: bool = False
+        cls,
+        config: ModelConfig,
+        hf_config: Any,
+        world: World,
+        *,
+        source: Path,
+        frozen: bool = False,
+        adapters: LoraConfig | None = None,
+        root: Callable[..., PolicyModule] = PolicyModule,
     ) -> Policy:
-        """Sharded, on its device, prepared for training; parameters and buffers are yet to be filled."""
+        """Sharded, on its device, prepared for training; parameters and buffers are yet to be filled.
+
+        Under `adapters` weights stay as they are stored, if that is the compute precision: nothing is added to them.
+        """
         dtype = compute_dtype(config.compute_dtype, world.device)
+        narrow = frozen or (adapters is not None and load.stored_dtype(hf_config) == dtype)
         model = load.empty_model(
-            hf_config, dtype=dtype if frozen else torch.float32, trust_remote_code=config.trust_remote_code
+            hf_config, dtype=dtype if narrow else torch.float32, trust_remote_code=config.trust_remote_code
         )
-        module = sharded_root(PolicyModule, model, hf_config, config, world, dtype, frozen=frozen)
+        module = sharded_root(root, model, hf_config, config, world, dtype, frozen=frozen, adapters=adapters)
         return cls(
             module=module,
             hf_config=hf_config,
@@ -111,6 +190,7 @@ class Policy:
             compute_dtype=dtype,
             device=world.device,
             context_group=world.context_group,
+            adapters=adapters,
         )
 
     @property
@@ -118,28 +198,54 @@ class Policy:
         """The Hugging Face causal LM."""
         return self.module.model
 
-    def __call__(self, batch: Microbatch, temperature: float) -> tuple[Tensor, ...]:
-        """Log-probs and entropies [N], with gradients where enabled, and where the microbatch has likeliest tokens of
-        the engine their log-probs [N, k]. Every rank must call it as often."""
+    def __call__(
+        self,
+        batch: Microbatch,
+        temperature: float,
+        routing: Routing | None = None,
+        *,
+        teacher: TeacherHead | None = None,
+    ) -> tuple[Any, ...]:
+        """Log-probs and entropies [N], with gradients where enabled, and what else `PolicyModule.forward` returns for
+        this microbatch and `teacher`. Every rank must call it as often."""
         segments: Segments | SharedSegments | None = None
         if self.module.packed:
             segments = whole = Segments.from_microbatch(batch, self.device)
             if self.context_group is not None:
                 segments = SharedSegments(whole, self.context_group)
-        return self.module(to_device(batch, self.device), segments, temperature)
+        if self.adapters is not None and self.adapters.dropout:
+            lora.set_dropout(self.model, torch.is_grad_enabled())
+        with routed(self._routers, routing):
+            found: tuple[Any, ...] = self.module(to_device(batch, self.device), segments, temperature, teacher)
+        return found
 
     @torch.no_grad()
-    def logprobs(self, batch: Microbatch, temperature: float) -> Tensor:
+    def logprobs(self, batch: Microbatch, temperature: float, routing: Routing | None = None) -> Tensor:
         """[N] float32 on the host."""
-        return self(replace(batch, rollout_top_ids=None), temperature)[0].cpu()
+        bare = replace(batch, rollout_top_ids=None, teacher_top_ids=None, teacher_hidden=None)
+        logprobs: Tensor = self(bare, temperature, routing)[0]
+        return logprobs.cpu()
+
+    @cached_property
+    def _routers(self) -> list[nn.Module]:
+        return routers(self.model)
+
+    @cached_property
+    def routing_shape(self) -> RoutingShape | None:
+        """What there is to choose for routers; None where none are known."""
+        return RoutingShape.of(self.model, int(self.hf_config.get_text_config().num_hidden_layers))
 
     def lend(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights in compute precision under their Hugging Face names, valid until `reclaim`. A collective."""
+        """Whole weights in compute precision under their Hugging Face names, valid until `reclaim`. A collective.
+
+        With adapters: merged, in memory of their own, or (`lora.sync`) the frozen weights and the adapters themselves.
+        """
         fsdp.unshard_all(self.module)
-        return fsdp.named_whole_tensors(self.model)
+        tensors = fsdp.named_whole_tensors(self.model)
+        return tensors if self.adapters is None or self.adapters.lent else self._merge(tensors)
 
     def stream(self) -> StoredTensors:
-        """Whole weights as the checkpoint has them, one FSDP group at a time, for an engine elsewhere.
+        """Whole weights as the checkpoint has them, adapters merged, one FSDP group at a time, for an engine elsewhere.
 
         Iterating is a collective.
         """
@@ -148,8 +254,13 @@ class Policy:
     @cached_property
     def _stored(self) -> StoredTensors:
         """Planned once: a mixture of experts has tens of thousands of names."""
-        names = kept_names(self.model)
-        return StoredTensors(self.model, fsdp.WholeTensors.of(self.module, self.model, self.compute_dtype, names))
+        names = [*kept_names(self.model), *adapter_tensors(self.model)]
+        groups: Groups = fsdp.WholeTensors.of(self.module, self.model, self.compute_dtype, names)
+        return StoredTensors(self.model, groups if self.adapters is None else lora.MergedGroups(groups, self._merge))
+
+    @property
+    def _merge(self) -> lora.Merge:
+        return lora.Merge(lora.scalings(self.model), self.compute_dtype)
 
     def reclaim(self) -> None:
         """Back to shards; what was lent is freed."""
@@ -157,6 +268,25 @@ class Policy:
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
+
+
+@dataclass(frozen=True)
+class AdaptersOff:
+    """The reference of a policy that trains adapters: the policy without them, which takes no memory."""
+
+    policy: Policy
+
+    @property
+    def module(self) -> PolicyModule:
+        return self.policy.module
+
+    def logprobs(self, batch: Microbatch, temperature: float) -> Tensor:
+        """[N] float32 on the host."""
+        with lora.switched_off(self.policy.model):
+            return self.policy.logprobs(batch, temperature)
+
+    def reclaim(self) -> None:
+        self.policy.reclaim()
 
 
 def prepare_training(
@@ -185,10 +315,13 @@ def sharded_root(
     dtype: torch.dtype,
     *,
     frozen: bool = False,
+    adapters: LoraConfig | None = None,
 ) -> Root:
     """A `root` around the Hugging Face `model`, which is on the meta device: prepared for training, sharded, on its
     device. Weights are yet to be filled in."""
     packed, kernels = prepare_training(model, hf_config, config, world, dtype, frozen=frozen)
+    if adapters is not None:
+        lora.inject(model, adapters)
     module = root(model, packed=packed, kernels=kernels)
     if frozen:
         module.requires_grad_(False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,8 +13,9 @@ from lightrl.config.rundir import holds_run, used_dir_fault
 from lightrl.config.schema import Config
 from lightrl.distributed.mesh import World
 from lightrl.errors import UserError
-from lightrl.models import load
+from lightrl.models import load, lora
 from lightrl.models.export import export_hf
+from lightrl.models.export_adapter import export_adapter
 from lightrl.observe.console import Console
 from lightrl.observe.environment import environment, write_environment
 from lightrl.observe.trackers import Trackers, make_trackers
@@ -44,6 +47,17 @@ def open_trackers(run_dir: Path, config: Config, step: int, world: World) -> Tra
     return make_trackers(config.log, run_dir, step or None, asdict(config) | {"environment": environment()})
 
 
+def export_step(model: Policy | ValueModel, config: Config, step: int, world: World) -> None:
+    """`hf/step_N`, and `hf/step_N_adapter` where adapters are trained (`checkpoint.hf_every`). A collective."""
+    folder = Path(config.run.dir).expanduser() / "hf" / f"step_{step:06d}"
+    export_model(model, folder, world, replace=True)
+    if model.adapters is not None:
+        base, beside = config.model, folder.with_name(f"{folder.name}_adapter")
+        export_adapter(
+            model.module, beside, base=base.path, revision=base.revision, is_main=world.is_main, replace=True
+        )
+
+
 def export_model(model: Policy | ValueModel, folder: Path, world: World, *, replace: bool = False) -> None:
     """The present weights in Hugging Face format, in the precision of the checkpoint they came from. A collective.
 
@@ -57,3 +71,24 @@ def export_model(model: Policy | ValueModel, folder: Path, world: World, *, repl
         is_main=world.is_main,
         replace=replace,
     )
+
+
+def adapter_scaling(policy: Policy | ValueModel) -> float | None:
+    """What a checkpoint says of adapters beside their values: what they are scaled by."""
+    return None if policy.adapters is None else next(iter(lora.scalings(policy.model).values()))
+
+
+def check_base(
+    extra: Mapping[str, Any], policy: Policy | ValueModel, config: Config, folder: Path, console: Console
+) -> None:
+    """A checkpoint's `extra` against the run: UserError for adapters scaled otherwise, a warning for another model."""
+    if policy.adapters is not None and extra.get("adapter_scaling") != adapter_scaling(policy):
+        raise UserError(f"{folder}: its adapters were scaled otherwise: set lora.alpha and use_rslora as in its run")
+    if extra["model"] == config.model.path:
+        return
+    text = f"model.path: {config.model.path} was {extra['model']} when this checkpoint was written: "
+    if policy.adapters is None:
+        text += "weights are the checkpoint's, reference and exported files those of the new path"
+    else:
+        text += "the adapters are the checkpoint's, the weights under them those of the new path"
+    console.warning(text)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,19 +17,34 @@ from transformers import AutoConfig
 
 from lightrl.config.load import model_fault
 from lightrl.config.rundir import newest_state, run_dir_fault
-from lightrl.config.schema import Config, EngineConfig, ModelConfig, ParallelConfig, RunConfig, SyncConfig
+from lightrl.config.schema import (
+    Config,
+    CorrectionConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RewardConfig,
+    RunConfig,
+    SyncConfig,
+)
 from lightrl.data import PromptSource
 from lightrl.data.conversations import Conversation
 from lightrl.distributed.mesh import World, consecutive_group
 from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError, end
-from lightrl.models import load
+from lightrl.models import load, lora
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.training.critic import Critic, critic_model
-from lightrl.training.policy import Policy
+from lightrl.training.dumped import NoEngine
+from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.training.value_model import ValueModel
 from lightrl.types import Prompt
+from lightrl.wrappers import is_adapter
+
+if TYPE_CHECKING:
+    from lightrl.engine import sglang_requests
+    from lightrl.training.teacher import Teacher
 
 _BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations
 UNKNOWN_CONTEXT = 1 << 20  # tokens, for a model whose config states no limit
@@ -48,9 +63,12 @@ def check(config: Config) -> None:
         value = getattr(config.model, key)
         if value and (fault := model_fault(value)) is not None:
             problems.append((f"model.{key}", fault))
-    for name, value in (("critic.path", config.critic.path), ("dpo.reference_path", config.dpo.reference_path)):
-        if value and (fault := model_fault(value)) is not None:
-            problems.append((name, fault))
+    paths = [("critic.path", config.critic.path), ("teacher.path", config.teacher.path)]
+    for key, path in (*paths, ("dpo.reference_path", config.dpo.reference_path)):
+        if path and (fault := model_fault(path)) is not None:
+            problems.append((key, fault))
+    if config.lora.rank and (fault := lora.missing()) is not None:
+        problems.append(("lora.rank", fault))
     if "wandb" in config.log.trackers and find_spec("wandb") is None:
         problems.append(("log.trackers", "wandb is not installed: pip install wandb, or take 'wandb' out"))
     if problems:
@@ -143,6 +161,13 @@ def check_parallel(config: ParallelConfig, hf_config: Any, model: str, *, needs_
         raise UserError(f"parallel.context_parallel: {ranks} ranks cannot share rows of {model}: {reason}")
 
 
+def check_replay(config: CorrectionConfig, hf_config: Any, model: str) -> None:
+    """UserError for a model without a choice of experts that could be replayed; `model` names it."""
+    if config.routing_replay != "none" and not num_experts(hf_config):
+        kind = f"{model} ({hf_config.model_type})"
+        raise UserError(f"correction.routing_replay: {kind} has no experts that LightRL packs: set it to 'none'")
+
+
 def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
     """UserError for a reference or a critic without the policy's tokens: it could say nothing of them."""
     paths = [("model.reference_path", "reference", config.model.reference_path if config.algorithm.kl_coef else None)]
@@ -157,9 +182,11 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
         load.load_value_config(folder, model.trust_remote_code)
 
 
-def load_policy(config: Config, world: World) -> Policy:
-    """What is trained."""
-    return Policy.load(config.model, world)
+def reward_section(config: Config) -> RewardConfig:
+    """`[reward]`; nothing need be named where no reward is trained on."""
+    if config.reward.type or config.algorithm.estimator.rewards:
+        return config.reward
+    return replace(config.reward, type="none")
 
 
 def num_tokens(hf_config: Any, tokenizer: Any) -> int:
@@ -180,25 +207,43 @@ def check_same_tokens(config: Config, key: str, what: str, path: str, needed: in
     check_parallel(config.parallel, theirs, f"{key} = {path}", needs_experts=False)
 
 
-def load_reference(config: Config, world: World) -> Policy | None:
+def load_policy(config: Config, world: World) -> Policy:
+    """What is trained: all weights, or with `lora.rank` adapters."""
+    return Policy.load(config.model, world, adapters=config.lora if config.lora.rank else None, seed=config.run.seed)
+
+
+def load_reference(config: Config, world: World, policy: Policy) -> Policy | AdaptersOff | None:
     """The frozen reference, when the KL has a weight."""
     if config.algorithm.kl_coef == 0:
         return None
-    return frozen_reference(config.model, config.model.reference_path, world)
+    return reference_of(policy, config.model, config.model.reference_path, world)
 
 
-def frozen_reference(model: ModelConfig, path: str | None, world: World) -> Policy:
-    """The policy's start, or what is at `path`, without gradients."""
+def reference_of(policy: Policy, model: ModelConfig, path: str | None, world: World) -> Policy | AdaptersOff:
+    """What is at `path`, or the policy's start: the policy itself without its adapters, where it has any."""
+    if path is None and policy.adapters is not None:
+        return AdaptersOff(policy)
+    return frozen_model(model, path, world)
+
+
+def frozen_model(model: ModelConfig, path: str | None, world: World) -> Policy:
+    """What is at `path`, or the policy's start, without gradients."""
     if path is not None:
         model = replace(model, path=path, revision=None)
     return Policy.load(model, world, frozen=True)
 
 
 def training_state(
-    config: ParallelConfig, policy: Policy, reference: Policy | None, optimizer: Any, critic: Critic | None = None
+    config: ParallelConfig,
+    policy: Policy,
+    reference: Policy | AdaptersOff | None,
+    optimizer: Any,
+    critic: Critic | None = None,
+    teacher: Teacher | None = None,
 ) -> TrainingState:
-    """What may leave the GPU while engines generate: policy and critic with their optimizers, and the reference."""
+    """What may leave the GPU while engines generate: policy and critic with their optimizers, reference and teacher."""
     modules = nn.ModuleList(part.module for part in (policy, reference, critic) if part is not None)
+    modules.extend([] if teacher is None else teacher.modules)
     others = [] if critic is None else [critic.optimizer]
     limit = None if config.offload_host_gib is None else int(config.offload_host_gib * 2**30)
     return TrainingState(Offloader(modules, optimizer, *others, max_host_bytes=limit), config.offload)
@@ -216,21 +261,27 @@ def build_engine(
     run_dir: Path = Path("."),
     seed: int = 0,
     state: TrainingState | None = None,
+    return_routing: bool = False,
+    idle: bool = False,
 ) -> Engine:
-    """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`.
+    """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`, and to know
+    at its start whether it will be asked to `return_routing`.
+
+    With `idle` none is made: nothing will be generated.
 
     The training `state` leaves the GPU while an engine starts on it, where it would not find its share of the memory;
     afterwards the engine's memory is released.
     """
+    if idle:
+        return NoEngine()
     if config.kind != "transformers":
         assert world is not None, "SGLang's engine needs to know its ranks"
         if config.kind == "sglang_server":
             state = None  # it is not on these GPUs
         if state is not None:
             make_room(config, policy, state)
-        engine = _build_sglang(
-            config, sync or SyncConfig(), policy, tokenizer, context_length, trust_remote_code, world, run_dir, seed
-        )
+        model = _sglang_model(policy, tokenizer, context_length, trust_remote_code, return_routing)
+        engine = _build_sglang(config, sync or SyncConfig(), policy, model, world, run_dir, seed)
         if state is not None:
             try:
                 engine.offload()
@@ -251,6 +302,7 @@ def build_engine(
         max_prefill_tokens=config.max_prefill_tokens,
         context_length=context_length,
         trust_remote_code=trust_remote_code,
+        adapters=policy.adapters if policy.adapters is not None and policy.adapters.lent else None,
     )
 
 
@@ -266,22 +318,13 @@ def make_room(config: EngineConfig, policy: Policy, state: TrainingState) -> Non
     state.make_room(int((config.memory_fraction + _BESIDE) * total))
 
 
-def _build_sglang(
-    config: EngineConfig,
-    sync: SyncConfig,
-    policy: Policy,
-    tokenizer: Any,
-    context_length: int,
-    trust_remote_code: bool,
-    world: World,
-    run_dir: Path,
-    seed: int,
-) -> Engine:
-    from lightrl.engine.sglang import Model, SGLangEngine
-    from lightrl.engine.sglang_server import SGLangServers
+def _sglang_model(
+    policy: Policy, tokenizer: Any, context_length: int, trust_remote_code: bool, return_routing: bool
+) -> sglang_requests.Model:
+    from lightrl.engine.sglang_requests import Model
 
     text_config = policy.hf_config.get_text_config()
-    model = Model(
+    return Model(
         path=policy.source,
         layout=policy.stream().layout(),
         eos_token_ids=load.eos_token_ids(str(policy.source), policy.hf_config, tokenizer),
@@ -290,7 +333,22 @@ def _build_sglang(
         context_length=min(context_length, int(text_config.max_position_embeddings)),
         vocab_size=int(text_config.vocab_size),
         trust_remote_code=trust_remote_code,
+        routing=policy.routing_shape if return_routing else None,
     )
+
+
+def _build_sglang(
+    config: EngineConfig,
+    sync: SyncConfig,
+    policy: Policy,
+    model: sglang_requests.Model,
+    world: World,
+    run_dir: Path,
+    seed: int,
+) -> Engine:
+    from lightrl.engine.sglang import SGLangEngine
+    from lightrl.engine.sglang_server import SGLangServers
+
     if config.kind == "sglang_server":
         folder = run_dir / "sync" if sync.folder is None else Path(sync.folder)
         return SGLangServers(model, config, sync, device=policy.device, ranks=world, folder=folder)
@@ -320,6 +378,16 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
             "rollout.group_size = 1: an answer is compared with the others to its prompt, and alone has advantage 0: "
             "nothing is learned from rewards"
         )
+    elif config.rollout.group_size == 1 and config.algorithm.whitening == "group":
+        found.append(
+            "rollout.group_size = 1 with algorithm.whiten = 'group': the advantages of an answer are shifted to mean 0 "
+            "by themselves, so that its reward has no say: set 'batch'"
+        )
+    if config.algorithm.estimator.critic and config.critic.pretrain_steps >= config.run.steps:
+        found.append(
+            f"critic.pretrain_steps = {config.critic.pretrain_steps}: all {config.run.steps} steps of the run "
+            "(run.steps) train the critic alone, the policy stays as it is"
+        )
     if config.algorithm.loss == "gspo" and config.algorithm.aggregation != "sequence_mean":
         found.append(
             f"algorithm.loss = 'gspo' is a mean over samples, but algorithm.aggregation = "
@@ -336,7 +404,12 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
 
 def model_facts(config: Config, world: World, policy: Policy | ValueModel) -> dict[str, object]:
     """What is trained, and on what."""
-    parameters = sum(p.numel() for p in policy.module.parameters())
+    trained = sum(p.numel() for p in policy.parameters())
+    parameters = sum(p.numel() for name, p in policy.module.named_parameters() if not is_adapter(name))
+    adapters = {}
+    if policy.adapters is not None:
+        layers = len(lora.layers(policy.model))
+        adapters["adapters"] = f"rank {policy.adapters.rank} on {layers} layers, {trained / 1e6:,.1f}M parameters"
     return {
         "model": f"{config.model.path} ({parameters / 1e6:,.0f}M parameters, {policy.hf_config.model_type})",
         "compute": f"{policy.device.type}, {str(policy.compute_dtype).removeprefix('torch.')}, "
@@ -344,15 +417,19 @@ def model_facts(config: Config, world: World, policy: Policy | ValueModel) -> di
         f"(shard {world.mesh.size(1)} x replicate {world.mesh.size(0)}"
         + (f", experts over {world.expert_mesh['ep'].size()}" if world.expert_mesh is not None else "")
         + (f", rows over {world.context_parallel})" if world.context_parallel > 1 else ")"),
+        **adapters,
     }
 
 
 def summary(config: Config, world: World, policy: Policy, prompts: Any) -> dict[str, object]:
     """What a person wants to see when a run starts."""
     rollout = config.rollout
-    critic = {"critic": config.critic.path or "from the policy's start"} if config.algorithm.estimator.critic else {}
+    others = {"critic": config.critic.path or "from the policy's start"} if config.algorithm.estimator.critic else {}
+    if config.teacher.enabled:
+        others["teacher"] = f"{config.teacher.path or config.teacher.url} ({config.teacher.form})"
     return model_facts(config, world, policy) | {
-        **critic,
+        **others,
+        **({"rollouts": f"of {config.debug.rollouts}: no engine, no evaluation"} if config.debug.rollouts else {}),
         "data": f"{len(prompts)} prompts from {config.data.path}",
         "step": f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples, "
         f"{config.algorithm.minibatches_per_step} update{'s' * (config.algorithm.minibatches_per_step > 1)}",

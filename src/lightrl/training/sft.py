@@ -20,6 +20,7 @@ class SFTTrainer(OfflineTrainer[Conversation]):
 
     command = "sft"
     columns = SFT_COLUMNS
+    rows_called = "conversations"
     policy: Policy
 
     def read(self, data: DataConfig) -> ConversationSet:

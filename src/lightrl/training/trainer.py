@@ -26,22 +26,27 @@ from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.metrics import Tally, rollout_metrics, with_sample_size
 from lightrl.observe.timing import StageTimer
+from lightrl.observe.trackers import Trackers
 from lightrl.rewards import Scorer, check_labels
 from lightrl.rollout.collect import Sampler, apply_truncation
-from lightrl.rollout.filters import load_filter
 from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
 from lightrl.sync.weights import release_engine, sync_weights
-from lightrl.training import run_folder, setup
+from lightrl.training import replay, run_folder, setup
 from lightrl.training.advantage import Advantages, finish_advantages, overlong_metrics, set_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
 from lightrl.training.critic import Critic, explained_variance
+from lightrl.training.dumped import DumpedRollouts, without_engine
 from lightrl.training.evaluate import evaluate, load_eval_sets
+from lightrl.training.hooks import Hooks, LoadedHooks, load_hooks
 from lightrl.training.loop import Loop, State
 from lightrl.training.objective import Objective, normalize_weights
 from lightrl.training.optim import advance, build_optimizer, build_schedule
+from lightrl.training.outside_eval import OutsideEvaluation
 from lightrl.training.packing import TrainSample
+from lightrl.training.probe import Probe
+from lightrl.training.teacher import Teacher, check_teacher
 from lightrl.training.update import mismatch_metrics, update
 from lightrl.types import Microbatch, Prompt, SampleGroup
 
@@ -51,12 +56,23 @@ class Trainer:
 
     Works under torchrun and, as a world of one, in plain Python or a notebook. Everything that can be wrong with
     config, data and rewards is found before the model loads. So is, with `claim`, a `run_dir` that another run has or
-    that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone.
+    that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone. With `only_evaluate`
+    it does without a teacher.
     """
 
-    def __init__(self, config: Config, *, reward: Callable[..., Any] | None = None, claim: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        reward: Callable[..., Any] | None = None,
+        hooks: Hooks | None = None,
+        claim: bool = False,
+        only_evaluate: bool = False,
+    ) -> None:
+        config = without_engine(config)
         setup.check(config)
         self.config = config
+        self._has_teacher = config.teacher.enabled and not only_evaluate
         parallel = config.parallel
         self.world = init_world(
             config.run.device,
@@ -64,6 +80,7 @@ class Trainer:
             parallel.timeout,
             parallel.expert_parallel,
             parallel.context_parallel,
+            broadcasts_to_servers=config.engine.kind == "sglang_server" and config.sync.transport == "nccl",
         )
         self.console = Console(config.log, enabled=self.world.is_main)
         self.loop = Loop(config, self.world, self.console, claim=claim, ended_by="run.steps")
@@ -73,35 +90,44 @@ class Trainer:
         self.groups_done = 0
         self._torn = False  # an update was interrupted: weights and gradients are between two steps
         with self.loop.opening() as self._held:
-            self._load_data(reward)
+            self._load_data(reward, load_hooks(config, hooks))
             self.loop.check_resume(self.source)
             self._load_model()
 
-    def _load_data(self, reward: Callable[..., Any] | None) -> None:
+    def _load_data(self, reward: Callable[..., Any] | None, hooks: LoadedHooks) -> None:
         config = self.config
         model = config.model
         hf_config, self.tokenizer = load.load_config_and_tokenizer(
             model.path, model.revision, model.tokenizer, model.trust_remote_code
         )
         setup.check_parallel(config.parallel, hf_config, f"model.path = {model.path}")
+        setup.check_replay(config.correction, hf_config, f"model.path = {model.path}")
         self.context_length = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT
         self.prompts = load_prompts(
             config.data,
             self.tokenizer,
             context_length=self.context_length,
             max_response_tokens=config.rollout.max_response_tokens,
+            row_map=hooks.row_map,
         )
+        self.dumped = DumpedRollouts.open(config, int(hf_config.get_text_config().vocab_size))
         setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
         setup.check_reference(config, hf_config, self.tokenizer)
+        if self._has_teacher:
+            check_teacher(config, hf_config, self.tokenizer, self.prompts)
         self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
-        self.scorer = Scorer(config.reward, custom=reward)
+        rewards = setup.reward_section(config)
+        self.scorer = Scorer(rewards, custom=reward)
         self._held.callback(end, self.scorer.close)
-        self.filter = load_filter(config.rollout.filter)
+        self.filter, self.generate = hooks.filter, hooks.generate
+        self.probe = Probe(config, self.run_dir, self.world, self.scorer, hooks.on_step)
+        self._held.callback(end, self.probe.close)
+        self.outside = OutsideEvaluation(config, self.run_dir, self.world, self.console)
         self.advantages = Advantages.load(config.algorithm, config.rollout.max_response_tokens)
-        self.objective = Objective.of(config.algorithm, config.correction)
+        self.objective = Objective.of(config.algorithm, config.correction, config.teacher)
         if reward is None:
-            check_labels(self.prompts, config.reward)
-        self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer)
+            check_labels(self.prompts, rewards)
+        self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer, hooks.row_map)
         for eval_set in self.eval_sets:
             self._held.callback(end, eval_set.scorer.close)
         self.sampling = SamplingParams(
@@ -111,7 +137,8 @@ class Trainer:
             top_k=config.rollout.top_k,
             stop=tuple(config.rollout.stop),
             stop_token_ids=tuple(config.rollout.stop_token_ids),
-            top_logprobs=config.correction.score_centering_top_k,
+            top_logprobs=max(config.correction.score_centering_top_k, config.teacher.student_k),
+            return_routing=config.correction.routing_replay == "rollout",
         )
 
     def _load_model(self) -> None:
@@ -119,11 +146,16 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         set_deterministic(config.run.deterministic)
         self.policy = setup.load_policy(config, self.world)
-        self.reference = setup.load_reference(config, self.world)
+        replay.check_policy(config.correction, self.policy)
+        self.reference = setup.load_reference(config, self.world, self.policy)
         self.critic = Critic.build(config, self.world)
+        size = int(self.policy.hf_config.get_text_config().vocab_size)
+        self.teacher = Teacher.build(config, self.world, size) if self._has_teacher else None
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(steps_done=0)
-        self.state = setup.training_state(config.parallel, self.policy, self.reference, self.optimizer, self.critic)
+        self.state = setup.training_state(
+            config.parallel, self.policy, self.reference, self.optimizer, self.critic, self.teacher
+        )
         self._held.callback(end, lambda: self.state.close())
         self.engine = setup.build_engine(
             config.engine,
@@ -136,6 +168,8 @@ class Trainer:
             run_dir=self.run_dir,
             seed=setup.engine_seed(config.run),
             state=self.state,
+            return_routing=self.sampling.return_routing,
+            idle=self.dumped is not None,
         )
         self._held.callback(end, lambda: self.engine.close())
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
@@ -154,7 +188,7 @@ class Trainer:
             raise UserError(
                 "a step was interrupted in its updates: make a new Trainer, which resumes from a checkpoint"
             )
-        tally, timer = Tally(), StageTimer()
+        tally, timer = Tally(), self.probe.begin(self.steps_done + 1)
         with timer("sync"):
             self._sync_engine()
         selection = self.selection(prompts, source)
@@ -162,10 +196,13 @@ class Trainer:
             groups = self.collect(prompts, selection)
         if source is not None:
             source.give_back(selection.num_unused)
+        self.probe.collected(self.steps_done + 1, groups, selection)
         with timer("sync"):
             release_engine(self.policy, self.engine, self.state)
         with timer("train"):
             set_advantages(groups, self.advantages)
+            if self.teacher is not None:
+                self.teacher.score(groups)
             batch = self.pack(groups)
             self.add_logprobs(batch, tally)
             if self.critic is not None:
@@ -180,7 +217,8 @@ class Trainer:
         self._advance(selection, source)
         self._torn = False
         self._report(groups, selection, tally)
-        return self._metrics(tally, timer.metrics(), num_updates=len(batch))
+        metrics = self._metrics(tally, timer.metrics(), num_updates=len(batch))
+        return self.probe.finish(self.steps_done, groups, metrics)
 
     def _update(self, minibatch: Sequence[Microbatch], tally: Tally) -> None:
         """One optimizer update, with its metrics; one of the critic beside it, or alone."""
@@ -197,6 +235,7 @@ class Trainer:
             temperature=self.sampling.temperature,
             max_grad_norm=self.config.optim.max_grad_norm,
             tally=tally,
+            teacher=None if self.teacher is None else self.teacher.head(),
         )
         tally.add("optim/grad_norm", result.grad_norm)
         tally.add("optim/lr", result.lr, kind="max")
@@ -211,6 +250,8 @@ class Trainer:
         advance(self.schedule, updates)
         if self.critic is not None:
             self.critic.settle(updates)
+        if self.teacher is not None:
+            self.teacher.reclaim()
         if source is not None:
             source.settle()
 
@@ -241,6 +282,8 @@ class Trainer:
     def collect(self, prompts: Sequence[Prompt], selection: Selection | None = None) -> list[SampleGroup]:
         """This rank's share of the groups, sampled, scored and selected. The weights are in the engine."""
         rollout, selection = self.config.rollout, selection or self.selection(prompts)
+        if self.dumped is not None:
+            return self.dumped.groups(self.steps_done + 1, selection, self.world)
         mine = deal(self.world, prompts, self.config.engine.tensor_parallel)
         total = len(mine) * rollout.group_size if self.filter is None else None
         with self.console.progress("generating", total=total) as bar:
@@ -252,6 +295,8 @@ class Trainer:
                     scorer=self.scorer,
                     decode=self.decode,
                     seed=self.config.run.seed,
+                    generate=self.generate,
+                    watch=self.probe.watch,
                 ),
                 selection=selection,
                 world=self.world,
@@ -302,7 +347,10 @@ class Trainer:
         """This rank's microbatches of every update of the step."""
         config, algorithm = self.config, self.config.algorithm
         samples = [TrainSample.from_sample(s) for g in groups for s in g.scored]
+        if self.sampling.return_routing:
+            replay.check_samples(samples, self.policy.routing_shape)
         models = [m.module for m in (self.policy, self.reference, self.critic) if m is not None]
+        models += [] if self.teacher is None else self.teacher.modules
         return build_minibatches(
             samples,
             self.world,
@@ -316,22 +364,24 @@ class Trainer:
         )
 
     def add_logprobs(self, batch: Sequence[Sequence[Microbatch]], tally: Tally) -> None:
-        """Old and reference log-probs, where the algorithm needs them.
+        """Old and reference log-probs, and a teacher's, where the algorithm needs them.
 
         A single update is made on the very weights that sampled, so its old log-probs are the present ones and no pass
         is spent on them.
         """
-        temperature = self.sampling.temperature
+        temperature, correction = self.sampling.temperature, self.config.correction
         kl_in_reward = self.reference is not None and self.config.algorithm.kl_in == "reward"
         old = kl_in_reward or self.objective.needs_old_logprobs(len(batch))
         for microbatch in (m for minibatch in batch for m in minibatch):
             if old:
-                microbatch.old_logprobs = self.policy.logprobs(microbatch, temperature)
+                microbatch.old_logprobs = replay.old_logprobs(self.policy, microbatch, temperature, correction, tally)
                 mismatch_metrics(microbatch, microbatch.old_logprobs, tally)
             if self.reference is not None:
                 microbatch.ref_logprobs = self.reference.logprobs(microbatch, temperature)
         if self.reference is not None:
             self.reference.reclaim()
+        if self.teacher is not None:
+            self.teacher.add_targets(batch, self.config.correction.score_centering_top_k)
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -365,6 +415,16 @@ class Trainer:
         with self.source.dealt(self.config.rollout.prompts_per_draw) as prompts:
             return self.step(prompts, self.source)
 
+    def after_step(self, trackers: Trackers, *, last: bool) -> None:
+        """Hand the weights to an evaluator elsewhere, and log what it has said since."""
+        self.outside.log(trackers)
+        if self.outside.is_due(self.steps_done, last):
+            self.outside.submit(self.steps_done, partial(self.export, replace=True))
+
+    def finish(self, trackers: Trackers) -> None:
+        """Wait for the evaluator elsewhere."""
+        self.outside.finish(trackers)
+
     def evaluate(self) -> dict[str, float]:
         """Metrics of all `[[eval.sets]]` for the present weights."""
         timer = StageTimer()
@@ -383,6 +443,7 @@ class Trainer:
                 renew=self._renew_engine,
                 on_restart=self._tell_restart,
                 restart=self._restart_engine,
+                generate=self.generate,
             )
             release_engine(self.policy, self.engine, self.state)
         self.console.evaluation(self.steps_done, metrics)
@@ -405,6 +466,7 @@ class Trainer:
         extra = self.loop.load(folder, self, weights_only=weights_only)
         self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
         self.groups_done = extra["groups"]
+        run_folder.check_base(extra, self.policy, self.config, folder, self.console)
         if not weights_only:
             self.schedule = self._schedule(self.steps_done)
             if self.critic is not None:
@@ -413,14 +475,19 @@ class Trainer:
     def training_state(self) -> State:
         """What a checkpoint holds: the policy, and the critic beside it."""
         others = {} if self.critic is None else {"critic": (self.critic.module, self.critic.optimizer)}
-        extra = {"policy_version": self.policy_version, "groups": self.groups_done}
+        extra = {
+            "policy_version": self.policy_version,
+            "groups": self.groups_done,
+            "adapter_scaling": run_folder.adapter_scaling(self.policy),
+        }
         return State(model=self.policy.module, optimizer=self.optimizer, others=others, extra=extra)
 
-    def export_all(self, folder: Path) -> None:
-        """Policy and critic; what was there is replaced."""
-        self.export(folder, replace=True)
+    def export_step(self) -> None:
+        """Policy and critic to `hf/step_N` and beside it; what was there is replaced."""
+        self._take_back()
+        run_folder.export_step(self.policy, self.config, self.steps_done, self.world)
         if self.critic is not None:
-            self.critic.export(folder.with_name(f"{folder.name}_critic"), replace=True)
+            self.critic.export(self.run_dir / "hf" / f"step_{self.steps_done:06d}_critic", replace=True)
 
     def _take_back(self) -> None:
         """Weights and training state are in place. They were lent, or away, where a step or an evaluation broke off."""
@@ -434,6 +501,7 @@ class Trainer:
         """Say what the run is; files of samples behind where it goes on are dropped."""
         if self.world.is_main and self.writer is not None:
             self.writer.drop_after(self.steps_done)
+        self.probe.resumed(self.steps_done)
         self.world.barrier()
         for prompts in (self.prompts, *(s.prompts for s in self.eval_sets)):
             if prompts.notice:

@@ -11,11 +11,20 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.algorithms.losses import MAX_LOG_RATIO, LossTokens, PolicyLoss, kl_divergence
 from lightrl.distributed.fsdp import set_gradient_sync
-from lightrl.errors import UserError
 from lightrl.observe.metrics import Tally
-from lightrl.training.objective import Correction, Objective, center, correct, samples_of
+from lightrl.training.objective import (
+    Correction,
+    Distillation,
+    Objective,
+    center,
+    correct,
+    distill,
+    engine_logprobs,
+    samples_of,
+)
 from lightrl.training.optim import optimizer_step
-from lightrl.training.policy import Policy, to_device
+from lightrl.training.policy import Policy, TeacherHead, to_device
+from lightrl.training.replay import check_used, replay_of, update_metrics
 from lightrl.types import Microbatch
 
 
@@ -37,19 +46,25 @@ def update(
     temperature: float,
     max_grad_norm: float,
     tally: Tally,
+    teacher: TeacherHead | None = None,
 ) -> UpdateResult:
     """Add up gradients over microbatches and step once. Ranks reduce only in the last backward."""
-    lr = float(optimizer.param_groups[0]["lr"])
+    lr, correction = float(optimizer.param_groups[0]["lr"]), objective.correction
     records = []
     for i, batch in enumerate(minibatch):
         set_gradient_sync(policy.module, i == len(minibatch) - 1)
-        logprobs, entropy, *top = policy(batch, temperature)
-        loss, record = _loss(logprobs, entropy, to_device(batch, policy.device), objective, *top)
+        replay = replay_of(batch, correction, policy.device)
+        logprobs, entropy, *more = policy(batch, temperature, replay, teacher=teacher)
+        known = to_device(replace(batch, teacher_hidden=None), policy.device)  # which is not moved again
+        loss, record = _loss(logprobs, entropy, known, objective, *more)
         loss.backward()
-        records.append(record)
+        records.append((record, replay))
+        check_used(batch)
     norm, stepped = optimizer_step(optimizer, schedule, policy.parameters(), max_grad_norm)
-    for record in records:  # reads numbers off the device, which would otherwise wait for the host in between
+    for record, replay in records:  # reads numbers off the device, which would otherwise wait for the host in between
         record.write(tally)
+        if replay is not None and record.batch.sample_keys:
+            update_metrics(replay, record.batch, correction, tally)
     return UpdateResult(grad_norm=norm, stepped=stepped, lr=lr)
 
 
@@ -60,15 +75,21 @@ def microbatch_loss(
     objective: Objective,
     tally: Tally,
     top_logprobs: Tensor | None = None,
+    divergence: Tensor | None = None,
 ) -> Tensor:
     """This microbatch's share of the update's loss, scalar; its metrics go into `tally`."""
-    loss, record = _loss(logprobs, entropy, batch, objective, top_logprobs)
+    loss, record = _loss(logprobs, entropy, batch, objective, top_logprobs, divergence)
     record.write(tally)
     return loss
 
 
 def _loss(
-    logprobs: Tensor, entropy: Tensor, batch: Microbatch, objective: Objective, top_logprobs: Tensor | None = None
+    logprobs: Tensor,
+    entropy: Tensor,
+    batch: Microbatch,
+    objective: Objective,
+    top_logprobs: Tensor | None = None,
+    divergence: Tensor | None = None,
 ) -> tuple[Tensor, _Record]:
     """This microbatch's share of the update's loss, scalar, and what its metrics are made of.
 
@@ -76,14 +97,16 @@ def _loss(
     1 with its gradient intact. With `correction.use_rollout_logprobs` the old policy is the engine.
     """
     config, samples = objective.algorithm, samples_of(batch)
-    if objective.correction.reads_rollout_logprobs and batch.rollout_logprobs is None:
-        raise UserError(
-            "correction: an engine gave answers without log-probs, which the loss needs: remove [correction]"
-        )
+    if objective.correction.reads_rollout_logprobs:
+        engine_logprobs(batch)
     trainer = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     old = trainer
     if objective.correction.use_rollout_logprobs and batch.rollout_logprobs is not None:
         old = torch.where(samples.mask, batch.rollout_logprobs, trainer)
+    engine_top, teacher_top = _of_engine_and_teacher(top_logprobs, batch)
+    distillation = distill(objective.teacher, batch, old, teacher_top, divergence)
+    if distillation is not None and distillation.advantages is not None:
+        batch = replace(batch, advantages=batch.advantages + distillation.advantages)
     tokens = LossTokens(
         logprobs=logprobs,
         old_logprobs=old,
@@ -96,10 +119,12 @@ def _loss(
     if correction.weights is not None:
         policy_loss.loss = policy_loss.loss * correction.weights
     if objective.correction.score_centering_top_k:
-        policy_loss.loss = policy_loss.loss + center(objective.correction, batch, top_logprobs)
+        policy_loss.loss = policy_loss.loss + center(objective.correction, batch, engine_top)
     token_loss = policy_loss.loss
     if config.entropy_coef:
         token_loss = token_loss - config.entropy_coef * entropy
+    if distillation is not None and distillation.divergence is not None:
+        token_loss = token_loss + objective.teacher.coef * distillation.divergence
     kl = None
     if batch.ref_logprobs is not None:
         kl = kl_divergence(logprobs, batch.ref_logprobs, config.kl_estimator)
@@ -117,11 +142,20 @@ def _loss(
         entropy=entropy.detach(),
         policy_loss=replace(policy_loss, loss=policy_loss.loss.detach()),
         kl=None if kl is None else kl.detach(),
+        distillation=distillation,
         correction=correction,
         counted=counted,
         in_loss=in_loss,
     )
     return loss, record
+
+
+def _of_engine_and_teacher(top_logprobs: Tensor | None, batch: Microbatch) -> tuple[Tensor | None, Tensor | None]:
+    """Log-probs of the engine's likeliest tokens and of the teacher's, which the policy gives side by side."""
+    if top_logprobs is None or batch.teacher_top_ids is None:
+        return top_logprobs, None
+    count = top_logprobs.shape[1] - batch.teacher_top_ids.shape[1]
+    return top_logprobs[:, :count], top_logprobs[:, count:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +169,7 @@ class _Record:
     entropy: Tensor
     policy_loss: PolicyLoss
     kl: Tensor | None
+    distillation: Distillation | None
     correction: Correction
     counted: Tensor
     in_loss: Tensor
@@ -163,6 +198,21 @@ class _Record:
         if batch.old_logprobs is None:
             mismatch_metrics(batch, self.logprobs, tally)
         _record_correction(self.correction, counted, tally)
+        _record_distillation(self.distillation, batch, counted, tally)
+
+
+def _record_distillation(found: Distillation | None, batch: Microbatch, counted: Tensor, tally: Tally) -> None:
+    """`batch.advantages` hold the teacher's part."""
+    if found is None:
+        return
+    means = {"distill/reverse_kl": found.reverse_kl}
+    if found.divergence is not None:
+        means["distill/divergence"] = found.divergence.detach()
+    if found.advantages is not None:
+        part, rest = found.advantages.abs(), (batch.advantages - found.advantages).abs()
+        means["distill/advantage_share"] = part / (part + rest).clamp_min(torch.finfo(part.dtype).tiny)
+    for name, values in means.items():
+        tally.add(name, float(values[counted].mean()), weight=float(counted.sum()))
 
 
 def _record_correction(correction: Correction, counted: Tensor, tally: Tally) -> None:

@@ -57,6 +57,8 @@ class ValueModel:
     """Folder of the checkpoint it was loaded from."""
     compute_dtype: torch.dtype
     device: torch.device
+    adapters: None = None
+    """All its weights are trained."""
 
     @classmethod
     def load(cls, config: ModelConfig, world: World, *, key: str, hf_config: Any = None) -> ValueModel:

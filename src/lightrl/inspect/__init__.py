@@ -1,0 +1,1 @@
+"""Looking at what a run wrote down, and at hooks, without a model: `lightrl inspect`, `replay-reward`, `check-hook`."""
