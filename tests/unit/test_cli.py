@@ -42,9 +42,9 @@ class FakeTrainer:
     made: list[FakeTrainer] = []  # noqa: RUF012 - emptied by the fixture
     error: Exception | None = None
 
-    def __init__(self, config: Config, *, claim: bool = False) -> None:
+    def __init__(self, config: Config, *, claim: bool = False, only_evaluate: bool = False) -> None:
         self.config = config
-        self.claim = claim
+        self.claim, self.only_evaluate = claim, only_evaluate
         self.steps_done = 0
         self.calls: list[str] = []
         self.console = types.SimpleNamespace(notice=lambda text: self.calls.append(f"notice {text}"))
@@ -439,7 +439,7 @@ def test_code_that_is_not_there_is_told_without_torch() -> None:
     Path("lib/sub/grades.py").write_text("import torch\nexact = len\n")
     Path("used/checkpoints/step_000001").mkdir(parents=True)
     Path("run.toml").write_text(MISTAKES)
-    rules = "math, deepscaler, dapo, f1, gpqa, exact, number, random"
+    rules = "math, deepscaler, dapo, f1, gpqa, exact, number, random, none"
     found = [
         f"error: run.toml:7: reward.type: no reward rule 'mth': did you mean 'math'? the rules are {rules} "
         "(boxed_NAME grades the last box); a function of your own is written package.module:function",
