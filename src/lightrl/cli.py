@@ -26,8 +26,7 @@ _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _CONFIG_EPILOG = (
     "`lightrl config list` shows every key with its type, default and meaning. Sections: run, model, data, reward, "
     "rollout, engine, sync, algorithm, correction, sft, dpo, rm, optim, critic, critic_optim, parallel, checkpoint, "
-    "eval, log, dump, debug. "
-    "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
+    "eval, log, dump, debug. Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )
 
 app = typer.Typer(
@@ -348,11 +347,10 @@ def _train_offline(ctx: typer.Context, command: str) -> None:
 
 def _offline(config: Config, command: str) -> None:
     trainer: OfflineTrainer[Any] | None = None
-
-    def where() -> str:
-        return _where(config, trainer, None if trainer is None else trainer.total_steps)
-
-    with ending.told_when_stopped(where), ending.full_disk_told():
+    with (
+        ending.told_when_stopped(lambda: _where(config, trainer, None if trainer is None else trainer.total_steps)),
+        ending.full_disk_told(),
+    ):
         from lightrl.distributed.mesh import close_world
         from lightrl.training import dpo, reward_model, sft
 
