@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from lightrl.config.schema import Config
     from lightrl.errors import UserError
     from lightrl.rollout.hooked import GenerateTask
+    from lightrl.training.dpo import DPOTrainer
     from lightrl.training.hooks import Hooks, StepInfo
+    from lightrl.training.reward_model import RewardModelTrainer
     from lightrl.training.sft import SFTTrainer
     from lightrl.training.trainer import Trainer
     from lightrl.types import Microbatch, Prompt, Sample, SampleGroup, Status
@@ -27,10 +29,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "Config": "lightrl.config.schema",
     "ConfigError": "lightrl.config.problems",
+    "DPOTrainer": "lightrl.training.dpo",
     "GenerateTask": "lightrl.rollout.hooked",
     "Hooks": "lightrl.training.hooks",
     "Microbatch": "lightrl.types",
     "Prompt": "lightrl.types",
+    "RewardModelTrainer": "lightrl.training.reward_model",
     "SFTTrainer": "lightrl.training.sft",
     "Sample": "lightrl.types",
     "SampleGroup": "lightrl.types",
@@ -45,10 +49,12 @@ _HOMES = {
 __all__ = [
     "Config",
     "ConfigError",
+    "DPOTrainer",
     "GenerateTask",
     "Hooks",
     "Microbatch",
     "Prompt",
+    "RewardModelTrainer",
     "SFTTrainer",
     "Sample",
     "SampleGroup",

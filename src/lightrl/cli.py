@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,7 +17,7 @@ from lightrl.threads import sleep_while_waiting
 
 if TYPE_CHECKING:
     from lightrl.config import Config
-    from lightrl.training.sft import SFTTrainer
+    from lightrl.training.offline import OfflineTrainer
     from lightrl.training.trainer import Trainer
 
 _CONFIG_ARGS = "[TOML ...] [--section.key value ...]"
@@ -25,8 +25,13 @@ _CONFIG_ARGS = "[TOML ...] [--section.key value ...]"
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _CONFIG_EPILOG = (
     "`lightrl config list` shows every key with its type, default and meaning. Sections: run, model, data, reward, "
+<<<<<<< HEAD
     "rollout, agent, sandbox, engine, sync, algorithm, correction, sft, optim, critic, critic_optim, parallel, "
     "checkpoint, eval, log, dump, debug. "
+=======
+    "rollout, engine, sync, algorithm, correction, sft, dpo, rm, optim, critic, critic_optim, parallel, checkpoint, "
+    "eval, log, dump, debug. "
+>>>>>>> h/pref
     "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )
 
@@ -88,11 +93,25 @@ def sft(ctx: typer.Context) -> None:
 
     On several GPUs or processes: torchrun --nproc-per-node 8 -m lightrl sft run.toml
     """
-    sleep_while_waiting()
-    paths, overrides = _split(ctx.args)
-    config = _load(paths, overrides, sft=True)
-    with _placed(paths, overrides):
-        ending.recorded(lambda: _sft(config))
+    _train_offline(ctx, "sft")
+
+
+@app.command(context_settings=_RAW, options_metavar=_CONFIG_ARGS, epilog=_CONFIG_EPILOG)
+def dpo(ctx: typer.Context) -> None:
+    """Train on preferences (DPO), or go on from the newest checkpoint in run.dir (docs/preferences.md).
+
+    On several GPUs or processes: torchrun --nproc-per-node 8 -m lightrl dpo run.toml
+    """
+    _train_offline(ctx, "dpo")
+
+
+@app.command(context_settings=_RAW, options_metavar=_CONFIG_ARGS, epilog=_CONFIG_EPILOG)
+def rm(ctx: typer.Context) -> None:
+    """Train a reward model on preferences, or go on from the newest checkpoint in run.dir (docs/preferences.md).
+
+    On several GPUs or processes: torchrun --nproc-per-node 8 -m lightrl rm run.toml
+    """
+    _train_offline(ctx, "rm")
 
 
 @app.command("eval", context_settings=_RAW, options_metavar=f"{_CONFIG_ARGS} [OPTIONS]", epilog=_CONFIG_EPILOG)
@@ -254,7 +273,7 @@ def _load(
     overrides: Sequence[str],
     *,
     evaluate: bool = False,
-    sft: bool = False,
+    command: str = "train",
     generate: bool = False,
 ) -> Config:
     """The config of a command that runs something, checked as far as can be without torch."""
@@ -276,7 +295,9 @@ def _load(
             return hooks.fault(name, arguments=None) if ":" in name else None
         return registry.fault(name)
 
-    config = load_for_run(paths, overrides, evaluate=evaluate, sft=sft, generate=generate, code_fault=code_fault)
+    config = load_for_run(
+        paths, overrides, evaluate=evaluate, command=command, generate=generate, code_fault=code_fault
+    )
     if config.engine.kind == "sglang" and config.debug.rollouts is None:
         from lightrl.engine import sglang_arguments
 
@@ -323,19 +344,33 @@ def _train(config: Config) -> None:
     _check_gates(config, metrics)
 
 
-def _sft(config: Config) -> None:
-    trainer: SFTTrainer | None = None
+def _train_offline(ctx: typer.Context, command: str) -> None:
+    """`lightrl COMMAND`, of those that train on given rows."""
+    sleep_while_waiting()
+    paths, overrides = _split(ctx.args)
+    config = _load(paths, overrides, command=command)
+    with _placed(paths, overrides):
+        ending.recorded(lambda: _offline(config, command))
+
+
+def _offline(config: Config, command: str) -> None:
+    trainer: OfflineTrainer[Any] | None = None
 
     def where() -> str:
         return _where(config, trainer, None if trainer is None else trainer.total_steps)
 
     with ending.told_when_stopped(where), ending.full_disk_told():
         from lightrl.distributed.mesh import close_world
-        from lightrl.training.sft import SFTTrainer
+        from lightrl.training import dpo, reward_model, sft
 
-        if config.sft.epochs is None and _is_done(config):
+        kinds: dict[str, type[OfflineTrainer[Any]]] = {
+            "sft": sft.SFTTrainer,
+            "dpo": dpo.DPOTrainer,
+            "rm": reward_model.RewardModelTrainer,
+        }
+        if getattr(config, command).epochs is None and _is_done(config):
             return
-        trainer = SFTTrainer(config, claim=True)
+        trainer = kinds[command](config, claim=True)
         try:
             trainer.train()
         finally:
@@ -362,7 +397,7 @@ def _is_done(config: Config) -> bool:
     return True
 
 
-def _where(config: Config, trainer: Trainer | SFTTrainer | None, total: int | None = None) -> str:
+def _where(config: Config, trainer: Trainer | OfflineTrainer[Any] | None, total: int | None = None) -> str:
     """What a run that is stopped says of where it stands; nothing where torchrun ends it before its first step."""
     from lightrl.config.rundir import newest_state
 

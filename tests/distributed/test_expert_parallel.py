@@ -75,7 +75,7 @@ class Run:
         self.optimizer.register_step_pre_hook(self._keep)
 
     def _keep(self, *_: Any) -> None:
-        from lightrl.models.load import whole_tensor
+        from lightrl.models.shards import whole_tensor
 
         for name, parameter in self.policy.module.named_parameters():
             assert parameter.grad is not None
@@ -114,7 +114,7 @@ class Run:
 
     def state(self) -> dict[str, Tensor]:
         """Weights and moments."""
-        from lightrl.models.load import whole_tensor
+        from lightrl.models.shards import whole_tensor
 
         self.policy.reclaim()
         state = {}

@@ -33,8 +33,8 @@ def run_case(models: Path, out: Path, case: dict[str, Any], spread: bool) -> dic
     from lightrl.distributed.mesh import init_world
     from lightrl.models.export import export_hf
     from lightrl.models.export_adapter import export_adapter
-    from lightrl.models.load import whole_tensor
     from lightrl.models.names import adapter_tensors
+    from lightrl.models.shards import whole_tensor
     from lightrl.observe.metrics import Tally
     from lightrl.training.balance import CostModel
     from lightrl.training.batch import build_minibatches

@@ -38,7 +38,7 @@ def gradients(models: Path, case: dict[str, Any], *, alone: bool = False) -> dic
     from lightrl.config.schema import AlgorithmConfig, Config, ModelConfig, RolloutConfig, TeacherConfig
     from lightrl.distributed.fsdp import set_gradient_sync
     from lightrl.distributed.mesh import init_world
-    from lightrl.models.load import whole_tensor
+    from lightrl.models.shards import whole_tensor
     from lightrl.observe.metrics import Tally
     from lightrl.training.balance import CostModel
     from lightrl.training.batch import build_minibatches

@@ -185,11 +185,16 @@ def test_resumed_run_is_the_undisturbed_one_and_exports_load(tmp_path):
     whole = Trainer(tiny_run.make_run(tmp_path, **sections, run={"dir": str(tmp_path / "whole")}))
     whole.train()
     half = Trainer(tiny_run.make_run(tmp_path, **sections, run={"steps": 4, "dir": str(tmp_path / "parts")}))
-    half._resume(half._checkpointer)
-    for _ in range(2):
-        with half.source.dealt(4) as prompts:
-            half.step(prompts, half.source)
-    half._save(half._checkpointer, {})
+    step = half.step
+
+    def stopped(prompts, source):
+        if half.steps_done == 2:
+            raise KeyboardInterrupt
+        return step(prompts, source)
+
+    half.step = stopped
+    with pytest.raises(KeyboardInterrupt):
+        half.train()
     half.close()
     parts = Trainer(tiny_run.make_run(tmp_path, **sections, run={"dir": str(tmp_path / "parts")}))
     parts.train()
@@ -269,7 +274,7 @@ def test_critics_that_cannot_be_are_told_before_a_model_is_loaded(tmp_path):
     with pytest.raises(UserError, match=r"run.toml:8: critic.path: no such folder: ./gone"):
         load_for_run([run], [])
     for folder, says in (
-        (classifier(tmp_path / "two", labels=2), "critic.path: .* has 2 labels; a critic has one"),
+        (classifier(tmp_path / "two", labels=2), "critic.path: .* has 2 labels; a value head has one"),
         (tiny_run.make_model(tmp_path / "granite", family="granite"), "no sequence classifier of granite"),
         (tiny_run.make_model(tmp_path / "small", vocab_size=7), "critic.path: .* has 7 tokens, the policy 30"),
     ):

@@ -280,7 +280,12 @@ def test_unknown_name_lists_the_known() -> None:
 
 def test_arithmetic_is_written(tmp_path: Path) -> None:
     out = fetch("arithmetic", tmp_path / "sums")
-    assert sorted(p.name for p in out.iterdir()) == ["test.jsonl", "train.jsonl"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "test.jsonl",
+        "test_pairs.jsonl",
+        "train.jsonl",
+        "train_pairs.jsonl",
+    ]
     with pytest.raises(UserError, match="from-wheel"):
         fetch("arithmetic", tmp_path / "sums", from_wheel=tmp_path)
 

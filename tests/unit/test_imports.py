@@ -24,8 +24,7 @@ LIBRARY = (
 # Each room may import itself; the standard library is free.
 RULES = {
     # the lazy names
-    "": " | lightrl.config lightrl.errors lightrl.rollout.hooked lightrl.training.hooks lightrl.training.sft "
-    "lightrl.training.trainer lightrl.types",
+    "": " | lightrl.config lightrl.errors lightrl.rollout.hooked lightrl.training lightrl.types",
     "__main__": "lightrl.cli |",
     "cli": "typer lightrl.errors lightrl.ending lightrl.threads lightrl.cli_looking | lightrl",
     "cli_looking": "typer lightrl.errors | rich lightrl",
@@ -47,7 +46,7 @@ RULES = {
     "sync": f"torch safetensors {SECTION} lightrl.engine.base lightrl.distributed |",
     "observe": f"torch rich {SECTION} | matplotlib wandb",
     "data": f"numpy {SECTION} lightrl.hooks | datasets pyarrow transformers",
-    "rewards": f"{SECTION} lightrl.hooks | math_verify torch",
+    "rewards": f"{SECTION} lightrl.hooks | math_verify torch transformers",
     "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models lightrl.wrappers |",
     "engine.sglang": f"torch {SECTION} lightrl.distributed.waiting lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",

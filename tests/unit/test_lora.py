@@ -24,8 +24,8 @@ from lightrl.errors import UserError
 from lightrl.models import gated_delta, lora, registry
 from lightrl.models.attention import Segments
 from lightrl.models.export_adapter import export_adapter
-from lightrl.models.load import whole_tensor
 from lightrl.models.names import adapter_tensors, persistent_tensors
+from lightrl.models.shards import whole_tensor
 from lightrl.training import setup
 from lightrl.training.export_cli import export_run
 from lightrl.training.packing import pack

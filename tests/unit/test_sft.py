@@ -170,7 +170,7 @@ def test_an_interrupted_update_is_not_gone_on_from(trainer_for, monkeypatch) -> 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightrl.training.sft.optimizer_step", interrupted)
+    monkeypatch.setattr("lightrl.training.offline.optimizer_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.source.num_dealt == 0

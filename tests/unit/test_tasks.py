@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.config import load_config
-from lightrl.data.tasks import HELD_OUT, SYSTEM_PROMPT, arithmetic, write_arithmetic
+from lightrl.data.tasks import HELD_OUT, SYSTEM_PROMPT, arithmetic, arithmetic_pairs, write_arithmetic
 
 
 def test_rows_are_right_and_split_without_overlap() -> None:
@@ -47,9 +47,20 @@ def test_files_are_the_same_on_every_run(tmp_path: Path) -> None:
     assert digests == {
         "train.jsonl": "8e9ee553d0aae1b212bf6e52305631595c9e91cd33f5b314074f8f439b2a44a6",
         "test.jsonl": "5a977679b2e1c9fdf05b7d2a04725abb2303f3a21a8159820f655f439e6ffc4a",
+        "train_pairs.jsonl": "3291330c2fee93a778440ef50c4fb154fc3e7aeea25f614454885518b6c0f160",
+        "test_pairs.jsonl": "dea4e63db61598c28caf793a7a2338e0950d00e3b8d1c1cce061e10c5627714e",
     }
     rows = [json.loads(line) for line in (tmp_path / "data" / "test.jsonl").read_text().splitlines()]
     assert rows == arithmetic()[1]
+
+
+def test_pairs_prefer_the_number_alone() -> None:
+    train, test = arithmetic()
+    for row, pair in zip(train + test, arithmetic_pairs(train) + arithmetic_pairs(test), strict=True):
+        assert pair["prompt"] == row["input"]
+        (chosen,), (rejected,) = pair["chosen"], pair["rejected"]
+        assert chosen == {"role": "assistant", "content": row["label"]}
+        assert rejected == {"role": "assistant", "content": f"The answer is {row['label']}."}
 
 
 def test_another_seed_is_another_split() -> None:

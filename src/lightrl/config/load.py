@@ -17,10 +17,10 @@ from pydantic_core import ErrorDetails
 from lightrl.config.dump import dump_toml
 from lightrl.config.fields import bare, code_in, hint_at, hints, range_text, sections, toml, type_prose
 from lightrl.config.lines import Path, dotted
+from lightrl.config.preferences import command_problems
 from lightrl.config.problems import ConfigError, Problems
 from lightrl.config.rundir import holds_run, newest_state, order_fault, run_dir_fault, used_dir_fault
 from lightrl.config.schema import Config
-from lightrl.config.sft import sft_problems
 from lightrl.config.sources import Sources, short
 
 __all__ = ["ConfigError", "dump_toml", "load_config", "load_for_run", "model_fault", "placed"]
@@ -50,21 +50,21 @@ def load_for_run(
     overrides: Sequence[str],
     *,
     evaluate: bool = False,
-    sft: bool = False,
+    command: str = "train",
     generate: bool = False,
     code_fault: Callable[[str, str], str | None] = lambda _key, _name: None,
 ) -> Config:
     """`load_config`, and what can be told before torch is imported: required keys are set, local files exist, and the
     run may have its folder. `code_fault(key, name)` says of each rule and function named why there is none, or None.
 
-    With `evaluate`, there also has to be a set to evaluate; with `sft`, the rules of `lightrl sft` hold; with
-    `generate`, the run is not gone on with.
+    With `evaluate`, there also has to be a set to evaluate; for a `command` of its own, such as sft, its rules hold;
+    with `generate`, the run is not gone on with.
     """
     config, sources = _load(paths, overrides, {})
     if config is not None and not sources.broken:
         for key, what in config.required():
             _add(sources, key, f"not set; {what}")
-        for key, what in sft_problems(config) if sft else ():
+        for key, what in command_problems(config, command):
             _add(sources, key, what)
         if evaluate and not config.eval.sets:
             _add(sources, "eval.sets", "nothing to evaluate; add an [[eval.sets]] table with a name and a path")
@@ -226,6 +226,7 @@ def _check_files(config: Config, sources: Sources) -> None:
         _add(sources, "debug.rollouts", f"no such file or folder: {config.debug.rollouts}")
     models = [(("model", name), getattr(config.model, name)) for name in ("path", "tokenizer", "reference_path")]
     models += [((name, "path"), getattr(config, name).path) for name in ("critic", "teacher")]
+    models.append((("dpo", "reference_path"), config.dpo.reference_path))
     for key, value in models:
         if value and (fault := model_fault(value)) is not None:
             _add(sources, key, fault)

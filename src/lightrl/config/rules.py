@@ -98,7 +98,8 @@ def of_schedules(config: Config) -> Problems:
         if optim.schedule == "constant" and optim.min_lr_ratio > 0:
             text = f"{name}.schedule = 'constant' does not decay: drop it, or choose 'linear', 'cosine' or 'wsd'"
             problems.append((f"{name}.min_lr_ratio", text))
-        if config.sft.epochs is None and optim.warmup_steps + optim.decay_steps > updates:
+        by_epochs = any(section.epochs is not None for section in (config.sft, config.dpo, config.rm))
+        if not by_epochs and optim.warmup_steps + optim.decay_steps > updates:
             problems.append(
                 (
                     f"{name}.warmup_steps",

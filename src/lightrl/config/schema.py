@@ -19,6 +19,8 @@ from lightrl.config.agent import AgentConfig as AgentConfig
 from lightrl.config.agent import SandboxConfig as SandboxConfig
 from lightrl.config.agent import of_agents
 from lightrl.config.correction import CorrectionConfig as CorrectionConfig
+from lightrl.config.engines import EngineConfig as EngineConfig
+from lightrl.config.engines import SyncConfig as SyncConfig
 from lightrl.config.estimators import Estimator, estimator
 from lightrl.config.kinds import STRICT, Code, Count, Fraction, NonNegative, PositiveFloat, PositiveInt, Seconds
 from lightrl.config.looking import DebugConfig as DebugConfig
@@ -26,6 +28,11 @@ from lightrl.config.looking import DumpConfig as DumpConfig
 from lightrl.config.looking import looking_problems
 from lightrl.config.lora import LoraConfig as LoraConfig
 from lightrl.config.lora import lora_problems
+from lightrl.config.optim import CriticConfig as CriticConfig
+from lightrl.config.optim import CriticOptimConfig as CriticOptimConfig
+from lightrl.config.optim import OptimConfig as OptimConfig
+from lightrl.config.preferences import DPOConfig as DPOConfig
+from lightrl.config.preferences import RMConfig as RMConfig
 from lightrl.config.sft import SFTConfig as SFTConfig
 from lightrl.config.teacher import TeacherConfig as TeacherConfig
 
@@ -176,62 +183,6 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class EngineConfig:
-    """What generates."""
-
-    kind: Literal["transformers", "sglang", "sglang_server"] = "transformers"
-    """`transformers`: the embedded engine, on CPU or GPU, sharing the policy's weights. `sglang`: SGLang on the same
-    GPUs, or the CPU, in processes of its own. `sglang_server`: SGLang servers that you started elsewhere
-    (docs/engines.md)."""
-    max_batch: PositiveInt = 64
-    """Sequences decoded together, an engine."""
-    max_prefill_tokens: PositiveInt = 8192
-    """Prompt tokens computed in one prefill."""
-    tensor_parallel: PositiveInt = 1
-    """SGLang: consecutive ranks that share an engine, split over their GPUs."""
-    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """SGLang: share of the GPU's memory for weights and KV cache while it generates; both are released for training."""
-    hang_timeout: PositiveFloat = 15.0
-    """SGLang: an engine that gives no sign of life for so many seconds is lost. Must exceed its longest batch."""
-    quantization: Literal["none", "fp8"] = "none"
-    """SGLang: `fp8` gives it the matrices of attention, MLPs and experts in blockwise FP8: half the memory, faster, and
-    log-probs that differ more from the trainer's. Ada and Hopper GPUs (docs/engines.md#weights-in-fp8)."""
-    max_restarts: Count = 3
-    """SGLang: how often an engine that died or hung is started again in a run; then the run ends with its error."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """SGLang: further arguments of its engine, passed as they are; unknown names are refused."""
-    urls: list[str] = field(default_factory=list)
-    """Servers: where they are, such as `["http://node7:30000"]`."""
-    api_key_env: str | None = None
-    """Servers: name of the environment variable that holds their API key."""
-    request_timeout: Seconds = 1800.0
-    """Servers: seconds one answer may take."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class SyncConfig:
-    """How new weights reach an engine in a process of its own (SGLang)."""
-
-    transport: Literal["nccl", "disk"] = "nccl"
-    """Servers: broadcast over NCCL (gloo, where the trainer is on CPUs), or safetensors in a shared folder."""
-    folder: str | None = None
-    """Servers: for `disk`, a folder of this run's own that every server sees under the same path; default: `sync` in
-    `run.dir`."""
-    address: str | None = None
-    """Servers: for `nccl`, the first rank's address as the servers reach it; default: what the system says."""
-    port: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    """Servers: for `nccl`, the port it listens on; 0 takes a free one."""
-    timeout: Seconds = 600.0
-    """Servers: seconds that one bucket, or one reading from disk, may take."""
-
-    bucket_mib: PositiveInt = 512
-    """Size of the buffers that weights pass through, or of the files, MiB. Larger tensors come in
-    parts; for servers it grows to the largest."""
-    verify_every: Count = 0
-    """Syncs between bit-by-bit comparisons of the engine's weights with the trainer's; 0: only after the first."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class AlgorithmConfig:
     """Advantages and loss."""
 
@@ -300,51 +251,6 @@ class AlgorithmConfig:
     def whitening(self) -> Literal["none", "batch", "group"]:
         """`whiten`, or the estimator's own."""
         return self.estimator.whiten if self.whiten is None else self.whiten
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class OptimConfig:
-    """AdamW and its schedule."""
-
-    lr: NonNegative = 1e-6
-    """Peak learning rate."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Decay of the two moments."""
-    eps: PositiveFloat = 1e-8
-    """Added to the denominator."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled decay of matrices; norms and biases have none."""
-    max_grad_norm: NonNegative = 1.0
-    """Clip the global gradient norm here; 0 is off."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Shape after warm-up. `wsd`: constant, then linear decay over the last `decay_steps` updates."""
-    warmup_steps: Count = 0
-    """Updates of linear warm-up."""
-    decay_steps: Count = 0
-    """Length of the decay of `wsd`, in updates."""
-    min_lr_ratio: Fraction = 0.0
-    """Where decays end, as a share of `lr`."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class CriticConfig:
-    """The critic of `algorithm.advantage = "gae"`: a second model with a value head, sharded as the policy is."""
-
-    path: str | None = None
-    """Checkpoint it starts from: a causal LM, which gets a new value head, or a sequence classifier of one label (a
-    reward model, an exported critic). Default: `model.path`."""
-    value_clip: PositiveFloat | None = None
-    """Clip values to this distance from those before the step's updates in the loss (PPO); default: off."""
-    pretrain_steps: Count = 0
-    """First steps of the run in which the critic alone learns and the policy stays as it is."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class CriticOptimConfig(OptimConfig):
-    """As `[optim]`, for the critic."""
-
-    lr: NonNegative = 1e-5
-    """Peak learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -515,6 +421,8 @@ class Config:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    rm: RMConfig = field(default_factory=RMConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     critic_optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)

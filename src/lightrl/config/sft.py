@@ -34,18 +34,27 @@ _SET_DEFAULTS = {"samples_per_prompt": 1, "temperature": 0.0, "top_p": 1.0, "top
 
 def sft_problems(config: Config) -> list[tuple[str, str]]:
     """(key, what is wrong and what to do) for `lightrl sft` alone: the other commands leave `[sft]` be."""
+    return given_rows_problems(config, "sft", "logprob")
+
+
+def given_rows_problems(config: Config, command: str, metric: str) -> list[tuple[str, str]]:
+    """What holds for all commands that train on given rows; their evaluation has a `metric` to choose the best by."""
     problems = []
     if config.data.max_prompt_tokens is not None:
-        problems.append(("data.max_prompt_tokens", "lightrl sft limits whole conversations: set sft.max_tokens"))
+        text = f"lightrl {command} limits whole conversations: set {command}.max_tokens"
+        problems.append(("data.max_prompt_tokens", text))
+    if config.parallel.context_parallel > 1:
+        text = f"lightrl {command} keeps a conversation on one rank: set it to 1"
+        problems.append(("parallel.context_parallel", text))
     for name in ("add_generation_prompt", "continue_final_message"):
         if name in config.data.chat_template_kwargs:
             problems.append(("data.chat_template_kwargs", f"a conversation is rendered without {name}: remove it"))
     for i, spec in enumerate(config.eval.sets):
         for key, default in {**dict.fromkeys(_SET_KEYS), **_SET_DEFAULTS}.items():
             if getattr(spec, key) != default:
-                text = f"lightrl sft measures the loss on a set and samples nothing: remove {key}"
+                text = f"lightrl {command} measures the loss on a set and samples nothing: remove {key}"
                 problems.append((f"eval.sets.{i}.{key}", text))
     if config.checkpoint.keep_best and config.checkpoint.best_metric.startswith("reward/"):
-        text = "lightrl sft has no rewards: name eval/SET/logprob, where higher is better"
+        text = f"lightrl {command} samples nothing: name eval/SET/{metric}, where higher is better"
         problems.append(("checkpoint.best_metric", text))
     return problems

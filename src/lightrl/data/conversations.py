@@ -9,23 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightrl.config.schema import DataConfig, SFTConfig
+from lightrl.data.encoding import RowEncoder, usual
 from lightrl.data.errors import BadRows, DataError
 from lightrl.data.mapping import Mapper
-from lightrl.data.render import RowError, RowReader, encodable, kind_of
+from lightrl.data.render import RowError, RowReader, kind_of
 from lightrl.data.rows import read_rows
-from lightrl.data.turns import ConversationEncoder, Message, TurnError
-
-# Names of the other usual shape, {"from": "human", "value": "…"}, that of ShareGPT and OpenHermes.
-_SPEAKERS = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
+from lightrl.data.turns import Message, TurnError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +95,8 @@ class _Reader:
     def __init__(self, data: DataConfig, sft: SFTConfig, tokenizer: Any, end_ids: Sequence[int]) -> None:
         self.data, self.sft, self.tokenizer = data, sft, tokenizer
         self.rows = RowReader(data, tokenizer)
-        self.encoder: ConversationEncoder | None = None
+        self.encoder = RowEncoder(data, tokenizer, end_ids, sft.end_of_turn, "sft.end_of_turn")
         self.empty = 0
-        if data.apply_chat_template:
-            kwargs, appended = data.chat_template_kwargs, _token_id(tokenizer, sft.end_of_turn)
-            try:
-                self.encoder = ConversationEncoder(tokenizer, kwargs, end_ids=end_ids, end_of_turn=appended)
-            except TurnError as error:
-                raise DataError(f"model.tokenizer: {error}") from error
-        elif sft.end_of_turn is not None:
-            raise DataError("sft.end_of_turn: only used with data.apply_chat_template = true: remove it")
 
     def read(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """Ids and mask of a row. Raises RowError or TurnError."""
@@ -135,76 +116,25 @@ class _Reader:
             )
         if isinstance(value, str) and label is None:
             raise RowError(f"field {data.input_key!r} (data.input_key) is a string: name its answer by data.label_key")
-        if self.encoder is None:
-            return self._plain(value, label)
+        if not data.apply_chat_template:
+            return self.encoder.plain(value, label, f"field {data.input_key!r} (data.input_key)")
         given: list[Any] = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        messages = self.rows.messages([_usual(m) for m in given], answered=label is None)
+        messages = self.rows.messages([usual(m) for m in given], answered=label is None)
         answer: list[Any] = [{"role": "assistant", "content": label}] if isinstance(label, str) else label or []
         if answer:
-            messages += self.rows.messages([_usual(m) for m in answer], answered=True, key="label_key")
-        if not encodable(json.dumps(messages, ensure_ascii=False, default=str)):
-            raise RowError("holds half a character (a lone surrogate such as \\ud800): correct or remove the row")
+            messages += self.rows.messages([usual(m) for m in answer], answered=True, key="label_key")
         messages = self.rows.with_system_prompt(messages)
         trained = _trained(messages, self.sft.train_on, first=len(messages) - len(answer) if answer else 0)
         self.empty += any(t and _is_empty(m) for t, m in zip(trained, messages, strict=True))
-        bare = [{k: v for k, v in m.items() if k not in ("train", "weight")} for m in messages]
-        return self.encoder(bare, trained, tools)
-
-    def _plain(self, text: Any, answer: Any) -> tuple[list[int], list[int]]:
-        """Without a template: the prompt as the tokenizer writes it, the answer, and its end-of-sequence token."""
-        if isinstance(text, list) or isinstance(answer, list):
-            raise RowError("chat messages need the chat template: set data.apply_chat_template = true")
-        if not (encodable(text) and encodable(answer)):
-            raise RowError("holds half a character (a lone surrogate such as \\ud800): correct or remove the row")
-        prompt = list(self.tokenizer(text, verbose=False)["input_ids"])
-        response = list(self.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
-        if self.tokenizer.eos_token_id is not None:
-            response.append(self.tokenizer.eos_token_id)
-        if not prompt:
-            raise RowError(f"field {self.data.input_key!r} (data.input_key) has no tokens: remove the row")
-        return prompt + response, [0] * len(prompt) + [1] * len(response)
+        return self.encoder.chat(messages, trained, tools)
 
     def notices(self) -> list[str]:
-        """What the template does that is worth knowing."""
-        found = []
-        if self.empty:
-            found.append(
-                f"data: in {self.empty} conversations an answer to train on is empty, so that the model learns to say "
-                "nothing: remove the rows, or set train = false in the message"
-            )
-        if self.encoder is not None and self.encoder.unended:
-            found.append(
-                f"data: in {self.encoder.unended} conversations the chat template writes no token that ends the last "
-                "answer, so stopping there is not learned: name one by sft.end_of_turn"
-            )
-        if self.encoder is not None and self.encoder.unlike_prompts:
-            found.append(
-                f"data: before {self.encoder.unlike_prompts} turns the chat template writes something else in a "
-                "conversation than in a prompt (thoughts, system message): the model learns to answer the former"
-            )
-        return found
-
-
-def _token_id(tokenizer: Any, token: str | None) -> int | None:
-    if token is None:
-        return None
-    ids = list(tokenizer(token, add_special_tokens=False)["input_ids"])
-    if len(ids) != 1:
-        raise DataError(f"sft.end_of_turn: {token!r} is {len(ids)} tokens of this tokenizer: name one that is one")
-    return int(ids[0])
-
-
-def _usual(message: Any) -> Any:
-    """{"from", "value"} as {"role", "content"}; anything else as it is."""
-    if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= message.keys():
-        return message
-    speaker = message["from"]
-    if speaker not in _SPEAKERS:
-        raise RowError(f"a message is from {speaker!r}: known are {', '.join(_SPEAKERS)}")
-    if not isinstance(message["value"], str | list):
-        raise RowError(f"a message's 'value' must be text, found {kind_of(message['value'])}")
-    others = {k: v for k, v in message.items() if k not in ("from", "value")}
-    return {"role": _SPEAKERS[speaker], "content": message["value"], **others}
+        """What is worth knowing of the rows and the template."""
+        empty = (
+            f"data: in {self.empty} conversations an answer to train on is empty, so that the model learns to say "
+            "nothing: remove the rows, or set train = false in the message"
+        )
+        return [empty] * (self.empty > 0) + self.encoder.notices()
 
 
 def _is_empty(message: Message) -> bool:

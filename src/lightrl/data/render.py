@@ -97,13 +97,13 @@ class RowReader:
             index=0, tokens=[], text=text, messages=messages, label=label, metadata=metadata, tools=tools, source=source
         )
 
-    def field(self, row: Mapping[str, Any], name: str, key: str) -> Any:
-        """A field that the row must have; `key` is the `[data]` key that names it."""
+    def field(self, row: Mapping[str, Any], name: str, key: str, section: str = "data") -> Any:
+        """A field that the row must have; `key` of `section` is the one that names it."""
         if name in row:
             return row[name]
         has = ", ".join(map(str, row)) or "none"
         raise RowError(
-            f"no field {name!r}{nearest(name, row)}: set data.{key} to the right one; the row has: {has[:300]}"
+            f"no field {name!r}{nearest(name, row)}: set {section}.{key} to the right one; the row has: {has[:300]}"
         )
 
     def parsed(self, row: Mapping[str, Any], key: str, kind: type, kind_name: str) -> Any:
@@ -123,9 +123,14 @@ class RowReader:
             raise RowError(f"field {name!r} (data.{key}) must be {kind_name}, found {kind_of(value)}")
         return value
 
-    def messages(self, value: list[Any], *, answered: bool = False, key: str = "input_key") -> list[dict[str, Any]]:
-        """The messages of a row, checked. `answered`: they may end with the assistant's, as those to train on do."""
-        name = f"field {getattr(self.config, key)!r} (data.{key})"
+    def messages(
+        self, value: list[Any], *, answered: bool = False, key: str = "input_key", name: str | None = None
+    ) -> list[dict[str, Any]]:
+        """The messages of a row, checked. `answered`: they may end with the assistant's, as those to train on do.
+
+        Their field is that of `[data]`'s `key`, or called `name` in messages.
+        """
+        name = name or f"field {getattr(self.config, key)!r} (data.{key})"
         if not self.config.apply_chat_template:
             raise RowError(f"{name} holds chat messages: set data.apply_chat_template = true")
         if not value:

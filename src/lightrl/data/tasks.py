@@ -30,11 +30,28 @@ def arithmetic(seed: int = 0) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     return rows[HELD_OUT:], rows[:HELD_OUT]
 
 
+def arithmetic_pairs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Preferences: the number alone, as the system message asks, before a sentence that says it.
+
+    A row: {"prompt": [messages], "chosen": [{"role": "assistant", "content": "3"}], "rejected": [{… "content": "The
+    answer is 3."}]}.
+    """
+    pairs = []
+    for row in rows:
+        sides = {"chosen": row["label"], "rejected": f"The answer is {row['label']}."}
+        answers = {name: [{"role": "assistant", "content": text}] for name, text in sides.items()}
+        pairs.append({"prompt": row["input"], **answers})
+    return pairs
+
+
 def write_arithmetic(out: Path, seed: int = 0) -> Path:
-    """Write `train.jsonl` and `test.jsonl` into the folder `out`; the same bytes every time."""
+    """Write `train.jsonl`, `test.jsonl` and, for preference training, `train_pairs.jsonl` and `test_pairs.jsonl` into
+    the folder `out`; the same bytes every time."""
     train, test = arithmetic(seed)
     out.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", train), ("test", test)):
+    files = {"train": train, "test": test}
+    files |= {f"{name}_pairs": arithmetic_pairs(rows) for name, rows in files.items()}
+    for name, rows in files.items():
         partial = out / f".{name}.jsonl.partial.{os.getpid()}"
         partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         partial.replace(out / f"{name}.jsonl")

@@ -107,6 +107,11 @@ class ConversationEncoder:
                 return [*encoded.ids, self.end_of_turn], [*mask, 1]
         return encoded.ids, mask
 
+    def ids(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
+        """Ids of a conversation, whatever of it is trained. Raises TurnError."""
+        text = self._render(messages, tools)
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
     # ---- where a turn lies
 
     def _turn(self, messages: Sequence[Message], tools: list[Any] | None, number: int, text: str) -> Turn:

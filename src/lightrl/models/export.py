@@ -26,8 +26,9 @@ from transformers.core_model_loading import dot_natural_key, revert_weight_conve
 
 from lightrl.errors import UserError
 from lightrl.models import lora
-from lightrl.models.load import INDEX_FILE, PICKLED_SUFFIXES, persistent_tensors, whole_tensor
+from lightrl.models.load import INDEX_FILE, PICKLED_SUFFIXES, persistent_tensors
 from lightrl.models.names import adapter_tensors, kept_names
+from lightrl.models.shards import whole_tensor
 from lightrl.wrappers import is_adapter
 
 MAX_SHARD_BYTES = 5 * 1000**3

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightrl.models.export import inner_model, write_folder
-from lightrl.models.load import whole_tensor
 from lightrl.models.lora import ADAPTER
 from lightrl.models.names import adapter_tensors
+from lightrl.models.shards import whole_tensor
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -39,6 +37,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from lightrl.errors import UserError
 from lightrl.models.names import boxes, persistent_tensors
 from lightrl.models.quantized import Form, Opener, Reader, without_quantization
+from lightrl.models.shards import local_shard
 from lightrl.wrappers import clean_name
 
 logger = logging.getLogger(__name__)
@@ -126,6 +125,14 @@ def eos_token_ids(
     return sorted(found)
 
 
+def pad_token_id(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """What a sequence classifier takes for padding: the config's; where that names none, the tokenizer's, or its end of
+    sequence, as exported configs then do."""
+    text_config = config.get_text_config()
+    candidates = (text_config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in candidates if token is not None and 0 <= token < text_config.vocab_size), None)
+
+
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, **kwargs: Any) -> PreTrainedModel:
     """The model on the meta device, tied as its config says; `kwargs` go to `from_config` (`attn_implementation` …)."""
     config = copy.deepcopy(config)  # transformers writes `dtype` into it; the caller's keeps the checkpoint's
@@ -134,28 +141,29 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, **
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
 
 
-def load_value_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Config of a critic, a sequence classifier of one label, from the checkpoint of one or of a causal LM."""
+def load_value_config(folder: Path, trust_remote_code: bool = False, *, key: str = "critic.path") -> PretrainedConfig:
+    """Config of a model with a value head, a sequence classifier of one label, from the checkpoint of one or of a
+    causal LM."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise _load_error("critic.path", str(folder), "config", error) from error
+        raise _load_error(key, str(folder), "config", error) from error
     if any("SequenceClassification" in name for name in config.architectures or []):
         if config.num_labels != 1:
-            raise UserError(f"critic.path: {folder} has {config.num_labels} labels; a critic has one, the value")
+            raise UserError(f"{key}: {folder} has {config.num_labels} labels; a value head has one, the value")
     else:
-        _check_causal_lm(config, str(folder), "critic.path")
+        _check_causal_lm(config, str(folder), key)
         config.num_labels = 1
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise UserError(
-            f"critic.path: transformers has no sequence classifier of {config.model_type}, which a critic is; name a "
-            "checkpoint of another family with the same tokenizer"
+            f"{key}: transformers has no sequence classifier of {config.model_type}, which a model with a value head "
+            "is; name a checkpoint of another family with the same tokenizer"
         )
     return without_quantization(config)
 
 
 def empty_value_model(config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
-    """The critic on the meta device, float32; its value head is `score`."""
+    """That model on the meta device, float32; its value head is `score`."""
     config = copy.deepcopy(config)
     with torch.device("meta"):
         return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, **kwargs)
@@ -240,49 +248,6 @@ def _check_causal_lm(config: PretrainedConfig, path: str, key: str = "model.path
         raise UserError(f"{key}: {path} is not a causal language model ({kind})")
 
 
-# ----- tensors of a model, and this rank's part of them
-
-
-def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a tensor (sharing its memory) and where it starts in the whole; may be empty."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor, (0,) * tensor.ndim
-    if any(p.is_partial() for p in tensor.placements):
-        raise RuntimeError(f"placements {tensor.placements} are not supported: a part of a sum is no part of a tensor")
-    (chunk,) = tensor.__create_chunk_list__()
-    local = tensor.to_local()
-    if tuple(local.shape) != tuple(chunk.sizes):
-        raise RuntimeError(f"local part has shape {tuple(local.shape)}, expected {tuple(chunk.sizes)}")
-    return local, tuple(chunk.offsets)
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank. A collective. Where several axes of its mesh cut it, all parts have one size."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if len(axes) < 2:
-        return tensor.full_tensor()
-    # Which axis cuts first is told by where parts start: FSDP cuts what a rank holds of the experts, an earlier axis.
-    local, offsets = local_shard(tensor)
-    parts, starts = local.contiguous()[None], torch.tensor([offsets], device=local.device)
-    for axis in axes:
-        group = tensor.device_mesh.get_group(axis)
-        parts, starts = _all_of(parts, group), _all_of(starts, group)
-    whole = local.new_empty(tensor.shape)
-    for part, start in zip(parts, starts.tolist(), strict=True):
-        whole[tuple(slice(first, first + size) for first, size in zip(start, part.shape, strict=True))] = part
-    return whole
-
-
-def _all_of(tensor: Tensor, group: Any) -> Tensor:
-    """[n, …] of each rank, one after the other."""
-    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, tensor, group=group)
-    return torch.cat(everyone)
-
-
 # ----- weights
 
 
@@ -321,7 +286,9 @@ def load_weights(
                     f"{folder}: {type(model).__name__} cannot be read from a quantized checkpoint: convert it"
                 )
             if new_head is not None:
-                raise UserError(f"critic.path: {folder} stores its weights in a way that critics cannot be loaded from")
+                raise UserError(
+                    f"{folder} stores its weights in a way that models with a value head cannot be loaded from"
+                )
             logger.warning(
                 "%s stores its weights in another way than the model has them in memory: "
                 "each rank loads the whole model into host memory first",

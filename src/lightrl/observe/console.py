@@ -50,8 +50,27 @@ SFT_COLUMNS: Columns = (
     ("tok/s", 6, "perf/tokens_per_second", "fixed0"),
     ("total", 6, "time/total", "seconds"),
 )
+
+
+def preference_columns(command: str) -> Columns:
+    """Of `lightrl dpo` and `lightrl rm`."""
+    return (
+        ("epoch", 6, f"{command}/epoch", "fixed"),
+        ("loss", 8, "loss/total", "fixed"),
+        ("chosen", 7, "rewards/chosen", "fixed"),
+        ("rejected", 8, "rewards/rejected", "fixed"),
+        ("margin", 7, "rewards/margins", "fixed"),
+        ("right", 6, "rewards/accuracies", "fixed"),
+        ("grad", 6, "optim/grad_norm", "fixed"),
+        ("lr", 7, "optim/lr", "power"),
+        ("tokens", 7, f"{command}/tokens", "fixed0"),
+        ("tok/s", 6, "perf/tokens_per_second", "fixed0"),
+        ("total", 6, "time/total", "seconds"),
+    )
+
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-_COUNTS = ("prompts", "conversations", "trained_tokens")
+_COUNTS = ("prompts", "conversations", "pairs", "trained_tokens")
 _STATUS_STYLE = {"completed": "green", "truncated": "yellow", "aborted": "yellow", "failed": "red"}
 
 

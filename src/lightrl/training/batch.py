@@ -27,6 +27,7 @@ def build_minibatches(
     minibatches: int,
     max_tokens: int,
     share_prompts: bool,
+    whole_groups: bool = False,
     skip_zero_advantage: bool,
     aggregation: str,
     constant_length: int,
@@ -59,6 +60,7 @@ def build_minibatches(
         minibatches=minibatches,
         max_tokens=max_tokens * ranks,
         share_prompts=share_prompts,
+        whole_groups=whole_groups,
         cost=cost,
     )
     plans = [p for p in plans if p.loss_tokens > 0]
@@ -67,13 +69,14 @@ def build_minibatches(
     def tensors(plan: MinibatchPlan) -> list[Microbatch]:
         batches = []
         for micro in plan.units[world.rank // ranks]:
-            units = [[held[s.key] for s in unit.samples] for unit in micro]
+            packed = [samples for unit in micro for samples in unit.packed]
+            units = [[held[s.key] for s in samples] for samples in packed]
             weights = [
                 [
                     loss_weight(plan, s.loss_tokens, aggregation=aggregation, constant_length=constant_length)
-                    for s in unit.samples
+                    for s in samples
                 ]
-                for unit in micro
+                for samples in packed
             ]
             batch = pack(units, weights)
             batches.append(batch if ranks == 1 else share_rows(batch, world.rank % ranks, ranks))

@@ -40,7 +40,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.futures import Future
 
 from lightrl.models.export import fsync
-from lightrl.models.load import local_shard, read_slice
+from lightrl.models.load import read_slice
+from lightrl.models.shards import local_shard
 
 TENSORS_FILE = "tensors.json"
 FILE_BYTES = 1 << 30  # a file is copied in memory while it is written

@@ -6,67 +6,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.algorithms.values import value_loss
 from lightrl.config.schema import Config, CriticConfig, ModelConfig, OptimConfig
 from lightrl.distributed import fsdp
 from lightrl.distributed.mesh import World
-from lightrl.models import load
-from lightrl.models.attention import Segments
-from lightrl.models.export import export_hf
 from lightrl.observe.metrics import Tally
 from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule, optimizer_step
-from lightrl.training.policy import compute_dtype, prepare_training, shard_empty, to_device
+from lightrl.training.policy import to_device
+from lightrl.training.run_folder import export_model
+from lightrl.training.value_model import ValueModel, ValueModule
 from lightrl.types import Microbatch
 
 Batch = Sequence[Sequence[Microbatch]]
-
-
-class ValueModule(nn.Module):
-    """Root of the FSDP tree. `model` is a sequence classifier of one label: its `score` is the value head."""
-
-    def __init__(self, model: nn.Module, *, packed: bool) -> None:
-        super().__init__()
-        self.model: Any = model
-        self.packed = packed
-
-    def forward(self, batch: Microbatch, segments: Segments | None) -> Tensor:
-        """[N] float32: what is expected of each response token and those behind it, before it is known."""
-        hidden = self._packed(batch, segments) if self.packed else self._padded(batch)
-        return self.model.score(hidden[batch.logit_rows].float()).sum(-1)
-
-    def _packed(self, batch: Microbatch, segments: Segments | None) -> Tensor:
-        return self.model.base_model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            attention_mask=None,
-            use_cache=False,
-            segments=segments,
-        ).last_hidden_state[0]
-
-    def _padded(self, batch: Microbatch) -> Tensor:
-        """One right-padded row a segment through the stock model."""
-        if batch.kv_index is not None:
-            raise ValueError("a model that runs stock knows no shared prompts: pack each sample alone")
-        lengths = batch.cu_seqlens_q.diff().long()
-        mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-        ids = batch.input_ids.new_zeros(mask.shape)
-        ids[mask] = batch.input_ids
-        return self.model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state[mask]
 
 
 @dataclass(kw_only=True)
 class Critic:
     """A critic on this rank, with its optimizer."""
 
-    module: ValueModule
-    hf_config: Any
-    source: Path
+    model: ValueModel
     world: World
     config: CriticConfig
     optim: OptimConfig
@@ -79,25 +42,11 @@ class Critic:
         """What `[critic]` and `[critic_optim]` say; None where `algorithm.advantage` needs none."""
         if not config.algorithm.estimator.critic:
             return None
-        model_config = critic_model(config)
-        source = load.resolve_checkpoint(model_config.path, model_config.revision, key="critic.path")
-        hf_config = load.load_value_config(source, model_config.trust_remote_code)
-        model = load.empty_value_model(hf_config, trust_remote_code=model_config.trust_remote_code)
-        head: Any = model.score
-        head.keeps_float32 = True  # values are regressed: bfloat16 would round them to 3 digits
-        dtype = compute_dtype(model_config.compute_dtype, world.device)
-        packed, kernels = prepare_training(model, hf_config, model_config, world, dtype)
-        module = ValueModule(model, packed=packed)
-        shard_empty(module, model, model_config, world, dtype, kernels=kernels)
-        with torch.no_grad():
-            head.weight.zero_()  # a new head: worth nothing before it has learned
-        load.load_weights(model, source, trust_remote_code=model_config.trust_remote_code, new_head=load.VALUE_HEAD)
+        model = ValueModel.load(critic_model(config), world, key="critic.path")
         updates = config.run.steps * config.algorithm.minibatches_per_step
-        optimizer = build_optimizer([p for p in module.parameters() if p.requires_grad], config.critic_optim)
+        optimizer = build_optimizer(model.parameters(), config.critic_optim)
         return cls(
-            module=module,
-            hf_config=hf_config,
-            source=source,
+            model=model,
             world=world,
             config=config.critic,
             optim=config.critic_optim,
@@ -106,10 +55,14 @@ class Critic:
             total_updates=updates,
         )
 
+    @property
+    def module(self) -> ValueModule:
+        """Root of its FSDP tree."""
+        return self.model.module
+
     def __call__(self, batch: Microbatch) -> Tensor:
         """Values [N], with gradients where enabled. Every rank must call it as often."""
-        segments = Segments.from_microbatch(batch, self.world.device) if self.module.packed else None
-        return self.module(to_device(batch, self.world.device), segments)
+        return self.model(batch)
 
     def policy_waits(self, steps_done: int) -> bool:
         """Does the next step train the critic alone?"""
@@ -127,8 +80,7 @@ class Critic:
         for i, batch in enumerate(minibatch):
             fsdp.set_gradient_sync(self.module, i == len(minibatch) - 1)
             value_microbatch_loss(self(batch), to_device(batch, self.world.device), self.config, tally).backward()
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        norm, stepped = optimizer_step(self.optimizer, self.schedule, parameters, self.optim.max_grad_norm)
+        norm, stepped = optimizer_step(self.optimizer, self.schedule, self.model.parameters(), self.optim.max_grad_norm)
         tally.add("critic/grad_norm", norm)
         tally.add("critic/lr", lr, kind="max")
         tally.add("critic/skipped_updates", float(not stepped) / self.world.size, kind="sum")
@@ -136,7 +88,7 @@ class Critic:
     def settle(self, updates_done: int) -> None:
         """The step's updates are made; whole parameters that a forward left behind are freed."""
         advance(self.schedule, updates_done)
-        fsdp.reshard_all(self.module)
+        self.model.reclaim()
 
     def resumed(self, updates_done: int) -> None:
         """Weights and optimizer state are a checkpoint's; settings are this run's own."""
@@ -145,8 +97,7 @@ class Critic:
 
     def export(self, folder: Path, *, replace: bool = False) -> None:
         """A sequence classifier of one label, in Hugging Face format, which `critic.path` takes again."""
-        dtype = load.stored_dtype(self.hf_config) or torch.float32
-        export_hf(self.module, folder, source=self.source, dtype=dtype, is_main=self.world.is_main, replace=replace)
+        export_model(self.model, folder, self.world, replace=replace)
 
 
 def critic_model(config: Config) -> ModelConfig:

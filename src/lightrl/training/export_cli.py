@@ -17,6 +17,7 @@ from lightrl.models import lora
 from lightrl.models.export import MAX_SHARD_BYTES, export_dtype, export_hf, write_hf_folder
 from lightrl.models.export_adapter import export_adapter
 from lightrl.models.load import (
+    VALUE_HEAD,
     empty_model,
     empty_value_model,
     load_model_config,
@@ -29,6 +30,7 @@ from lightrl.models.load import (
 from lightrl.training.checkpoint import MARKER, find_fault, latest
 from lightrl.training.checkpoint_storage import read_tensors, read_whole
 from lightrl.training.critic import critic_model
+from lightrl.training.value_model import value_config_and_tokenizer
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # The trainer saves its policy module, which holds the Hugging Face model as `model`.
@@ -38,7 +40,8 @@ _PREFIXES = ("model.model.", "model.")
 def export_run(source: Path, out: Path, dtype: str = "auto", *, critic: bool = False, adapter: bool = False) -> Path:
     """Export a run folder's newest checkpoint, or one checkpoint folder, to `out`; returns the checkpoint taken.
 
-    The policy, with its adapters merged, or the `critic` as a sequence classifier of one label, or the `adapter` alone.
+    The policy, with its adapters merged, or the `adapter` alone; or as sequence classifiers of one label the `critic`,
+    and what `lightrl rm` trained.
 
     `dtype`: bfloat16, float16, float32, or auto for the type of the checkpoint that the run started from. The whole
     model is never in memory, only a file of it at a time; but to merge adapters, the one that they belong to is.
@@ -62,8 +65,12 @@ def export_run(source: Path, out: Path, dtype: str = "auto", *, critic: bool = F
         return folder
     original = resolve_checkpoint(settings.path, settings.revision, weights=False)
     config: PretrainedConfig
-    if critic:
-        config = load_value_config(original, settings.trust_remote_code)
+    rewards = not critic and any(prefix + VALUE_HEAD in tensors for prefix in _PREFIXES)  # a run of `lightrl rm`
+    if critic or rewards:
+        if rewards:
+            config, _ = value_config_and_tokenizer(settings, "model.path")
+        else:
+            config = load_value_config(original, settings.trust_remote_code)
         model = empty_value_model(config, trust_remote_code=settings.trust_remote_code)
     else:
         config = load_model_config(str(original), trust_remote_code=settings.trust_remote_code)

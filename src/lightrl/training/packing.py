@@ -88,14 +88,21 @@ class SampleSize:
 
 @dataclass(frozen=True)
 class Unit:
-    """Samples that travel and are packed together: one, or several of a group that share their prompt's rows."""
+    """Samples that travel and are packed together: one, or several of a group, most often on their prompt's rows."""
 
     samples: tuple[SampleSize, ...]
+    shared: bool = True
+    """The prompt is there once, for all of them."""
+
+    @property
+    def packed(self) -> tuple[tuple[SampleSize, ...], ...]:
+        """Its samples, those that share a prompt's rows together."""
+        return (self.samples,) if self.shared else tuple((s,) for s in self.samples)
 
     @property
     def tokens(self) -> int:
-        """Rows fed to the model: the prompt once, and each response but its last token."""
-        return self.samples[0].prompt + sum(s.response - 1 for s in self.samples)
+        """Rows fed to the model: the prompt, and each response but its last token."""
+        return len(self.packed) * self.samples[0].prompt + sum(s.response - 1 for s in self.samples)
 
     @property
     def targets(self) -> int:
@@ -104,7 +111,9 @@ class Unit:
     @property
     def pairs(self) -> float:
         prompt = self.samples[0].prompt
-        return prompt**2 / 2 + sum((s.response - 1) * (prompt + s.response / 2) for s in self.samples)
+        return len(self.packed) * prompt**2 / 2 + sum(
+            (s.response - 1) * (prompt + s.response / 2) for s in self.samples
+        )
 
 
 @dataclass(frozen=True)
@@ -124,12 +133,13 @@ def plan_minibatches(
     minibatches: int,
     max_tokens: int,
     share_prompts: bool,
+    whole_groups: bool = False,
     cost: CostModel,
 ) -> list[MinibatchPlan]:
     """Split samples into minibatches of whole groups, over ranks by cost, and into microbatches of `max_tokens` rows.
 
     Samples without a response are left out, those not `computed` only count. A unit longer than `max_tokens` gets a
-    microbatch of its own.
+    microbatch of its own. `whole_groups`: the samples of a group are one unit, as their loss compares them.
     """
     ordered = sorted(s for s in sizes if s.response > 0)
     groups: dict[int, list[SampleSize]] = {}
@@ -145,7 +155,10 @@ def plan_minibatches(
         if world_size > 1:  # smaller units spread better over ranks
             rows = sum(s.prompt + s.response for group in computed for s in group)
             limit = min(limit, rows // (2 * world_size) + 1)
-        units = [u for group in computed for u in _units(group, limit if share_prompts else 0)]
+        if whole_groups:
+            units = [Unit(tuple(group), shared=share_prompts) for group in computed if group]
+        else:
+            units = [u for group in computed for u in _units(group, limit if share_prompts else 0)]
         plans.append(
             MinibatchPlan(
                 units=_spread(units, world_size, max_tokens, cost),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from lightrl.models.names import Groups, StoredTensors, adapter_tensors, kept_na
 from lightrl.models.quantized import without_quantization
 from lightrl.models.routing import Routing, RoutingShape, routed, routers
 from lightrl.types import Microbatch
+
+Root = TypeVar("Root", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +91,7 @@ class PolicyModule(nn.Module):
 
     def padded_logits(self, batch: Microbatch) -> Tensor:
         """[N, V] float32. One right-padded row a segment through the stock model: exact for any causal LM."""
-        if batch.kv_index is not None:
-            raise ValueError("a model that runs stock knows no shared prompts: pack each sample alone")
-        lengths = batch.cu_seqlens_q.diff().long()
-        width = int(lengths.max())
-        mask = torch.arange(width, device=lengths.device) < lengths[:, None]
-        ids = batch.input_ids.new_zeros(mask.shape)
-        ids[mask] = batch.input_ids
+        ids, mask = padded(batch)
         logits: Tensor = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
         return logits[mask][batch.logit_rows].float()
 
@@ -186,14 +182,7 @@ class Policy:
         model = load.empty_model(
             hf_config, dtype=dtype if narrow else torch.float32, trust_remote_code=config.trust_remote_code
         )
-        packed, kernels = prepare_training(model, hf_config, config, world, dtype, frozen=frozen)
-        if adapters is not None:
-            lora.inject(model, adapters)
-        module = root(model, packed=packed, kernels=kernels)
-        if frozen:
-            module.requires_grad_(False)
-            config = replace(config, activation_checkpointing=False)
-        shard_empty(module, model, config, world, dtype, kernels=kernels)
+        module = sharded_root(root, model, hf_config, config, world, dtype, frozen=frozen, adapters=adapters)
         return cls(
             module=module,
             hf_config=hf_config,
@@ -317,21 +306,48 @@ def prepare_training(
     return True, kernels
 
 
-def shard_empty(
-    module: nn.Module, model: Any, config: ModelConfig, world: World, dtype: torch.dtype, *, kernels: bool
-) -> None:
-    """Shard `module`, the root around the Hugging Face `model`, and give it memory; weights are yet to be filled in."""
+def sharded_root(
+    root: Callable[..., Root],
+    model: Any,
+    hf_config: Any,
+    config: ModelConfig,
+    world: World,
+    dtype: torch.dtype,
+    *,
+    frozen: bool = False,
+    adapters: LoraConfig | None = None,
+) -> Root:
+    """A `root` around the Hugging Face `model`, which is on the meta device: prepared for training, sharded, on its
+    device. Weights are yet to be filled in."""
+    packed, kernels = prepare_training(model, hf_config, config, world, dtype, frozen=frozen)
+    if adapters is not None:
+        lora.inject(model, adapters)
+    module = root(model, packed=packed, kernels=kernels)
+    if frozen:
+        module.requires_grad_(False)
     fsdp.shard(
         module,
         model,
         world.mesh,
         compute_dtype=dtype,
-        activation_checkpointing=config.activation_checkpointing,
+        activation_checkpointing=config.activation_checkpointing and not frozen,
         recompute_contexts=partial(recompute.contexts, keep_attention=kernels and not config.recompute_attention),
         expert_mesh=world.expert_mesh,
     )
     module.to_empty(device=world.device)
     module.eval()  # no dropout: what is trained is what was sampled from
+    return module
+
+
+def padded(batch: Microbatch) -> tuple[Tensor, Tensor]:
+    """Token ids and mask of a microbatch with a right-padded row a segment, [S, longest] each."""
+    if batch.kv_index is not None:
+        raise ValueError("a model that runs stock knows no shared prompts: pack each sample alone")
+    lengths = batch.cu_seqlens_q.diff().long()
+    mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+    ids = batch.input_ids.new_zeros(mask.shape)
+    ids[mask] = batch.input_ids
+    return ids, mask
 
 
 def _refuse_spreading(model: Any, world: World, frozen: bool) -> None:

@@ -21,6 +21,7 @@ from lightrl.observe.environment import environment, write_environment
 from lightrl.observe.trackers import Trackers, make_trackers
 from lightrl.training.policy import Policy
 from lightrl.training.run_config import write_config
+from lightrl.training.value_model import ValueModel
 
 
 def refuse_used(run_dir: Path, world: World) -> None:
@@ -46,38 +47,40 @@ def open_trackers(run_dir: Path, config: Config, step: int, world: World) -> Tra
     return make_trackers(config.log, run_dir, step or None, asdict(config) | {"environment": environment()})
 
 
-def export_step(policy: Policy, config: Config, step: int, world: World) -> None:
+def export_step(model: Policy | ValueModel, config: Config, step: int, world: World) -> None:
     """`hf/step_N`, and `hf/step_N_adapter` where adapters are trained (`checkpoint.hf_every`). A collective."""
     folder = Path(config.run.dir).expanduser() / "hf" / f"step_{step:06d}"
-    export_policy(policy, folder, world, replace=True)
-    if policy.adapters is not None:
-        model, beside = config.model, folder.with_name(f"{folder.name}_adapter")
+    export_model(model, folder, world, replace=True)
+    if model.adapters is not None:
+        base, beside = config.model, folder.with_name(f"{folder.name}_adapter")
         export_adapter(
-            policy.module, beside, base=model.path, revision=model.revision, is_main=world.is_main, replace=True
+            model.module, beside, base=base.path, revision=base.revision, is_main=world.is_main, replace=True
         )
 
 
-def export_policy(policy: Policy, folder: Path, world: World, *, replace: bool = False) -> None:
+def export_model(model: Policy | ValueModel, folder: Path, world: World, *, replace: bool = False) -> None:
     """The present weights in Hugging Face format, in the precision of the checkpoint they came from. A collective.
 
     A folder that is not empty is a UserError; `replace` swaps it for the new one, whatever it holds.
     """
     export_hf(
-        policy.module,
+        model.module,
         folder,
-        source=policy.source,
-        dtype=load.stored_dtype(policy.hf_config) or torch.float32,
+        source=model.source,
+        dtype=load.stored_dtype(model.hf_config) or torch.float32,
         is_main=world.is_main,
         replace=replace,
     )
 
 
-def adapter_scaling(policy: Policy) -> float | None:
+def adapter_scaling(policy: Policy | ValueModel) -> float | None:
     """What a checkpoint says of adapters beside their values: what they are scaled by."""
     return None if policy.adapters is None else next(iter(lora.scalings(policy.model).values()))
 
 
-def check_base(extra: Mapping[str, Any], policy: Policy, config: Config, folder: Path, console: Console) -> None:
+def check_base(
+    extra: Mapping[str, Any], policy: Policy | ValueModel, config: Config, folder: Path, console: Console
+) -> None:
     """A checkpoint's `extra` against the run: UserError for adapters scaled otherwise, a warning for another model."""
     if policy.adapters is not None and extra.get("adapter_scaling") != adapter_scaling(policy):
         raise UserError(f"{folder}: its adapters were scaled otherwise: set lora.alpha and use_rslora as in its run")

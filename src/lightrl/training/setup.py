@@ -21,6 +21,7 @@ from lightrl.config.schema import (
     Config,
     CorrectionConfig,
     EngineConfig,
+    ModelConfig,
     ParallelConfig,
     RewardConfig,
     RunConfig,
@@ -39,6 +40,7 @@ from lightrl.rollout.agent import Agent
 from lightrl.training.critic import Critic, critic_model
 from lightrl.training.dumped import NoEngine
 from lightrl.training.policy import AdaptersOff, Policy
+from lightrl.training.value_model import ValueModel
 from lightrl.types import Prompt
 from lightrl.wrappers import is_adapter
 
@@ -63,7 +65,8 @@ def check(config: Config) -> None:
         value = getattr(config.model, key)
         if value and (fault := model_fault(value)) is not None:
             problems.append((f"model.{key}", fault))
-    for key, path in (("critic.path", config.critic.path), ("teacher.path", config.teacher.path)):
+    paths = [("critic.path", config.critic.path), ("teacher.path", config.teacher.path)]
+    for key, path in (*paths, ("dpo.reference_path", config.dpo.reference_path)):
         if path and (fault := model_fault(path)) is not None:
             problems.append((key, fault))
     if config.lora.rank and (fault := lora.missing()) is not None:
@@ -171,20 +174,10 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
     """UserError for a reference or a critic without the policy's tokens: it could say nothing of them."""
     paths = [("model.reference_path", "reference", config.model.reference_path if config.algorithm.kl_coef else None)]
     paths.append(("critic.path", "critic", config.critic.path if config.algorithm.estimator.critic else None))
-    needed = min(int(hf_config.get_text_config().vocab_size), len(tokenizer))  # some pad their embeddings, others not
+    needed = num_tokens(hf_config, tokenizer)
     for key, what, path in paths:
-        if path is None:
-            continue
-        folder = load.resolve_checkpoint(path, weights=False, key=key)
-        theirs = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
-        size = int(theirs.get_text_config().vocab_size)
-        if size < needed:
-            same = "an earlier checkpoint of the same model" if what == "reference" else "a model with its tokenizer"
-            raise UserError(
-                f"{key}: {path} has {size} tokens, the policy {needed}: a {what} has the policy's vocabulary; "
-                f"name {same}"
-            )
-        check_parallel(config.parallel, theirs, f"{key} = {path}", needs_experts=False)
+        if path is not None:
+            check_same_tokens(config, key, what, path, needed)
     if config.algorithm.estimator.critic:
         model = critic_model(config)
         folder = load.resolve_checkpoint(model.path, model.revision, weights=False, key="critic.path")
@@ -198,20 +191,47 @@ def reward_section(config: Config) -> RewardConfig:
     return replace(config.reward, type="none")
 
 
+def num_tokens(hf_config: Any, tokenizer: Any) -> int:
+    """That a model knows: some pad their embeddings, others not."""
+    return min(int(hf_config.get_text_config().vocab_size), len(tokenizer))
+
+
+def check_same_tokens(config: Config, key: str, what: str, path: str, needed: int) -> None:
+    """UserError where the model at `path`, which `key` names, has fewer tokens than the policy."""
+    folder = load.resolve_checkpoint(path, weights=False, key=key)
+    theirs = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    size = int(theirs.get_text_config().vocab_size)
+    if size < needed:
+        same = "an earlier checkpoint of the same model" if what == "reference" else "a model with its tokenizer"
+        raise UserError(
+            f"{key}: {path} has {size} tokens, the policy {needed}: a {what} has the policy's vocabulary; name {same}"
+        )
+    check_parallel(config.parallel, theirs, f"{key} = {path}", needs_experts=False)
+
+
 def load_policy(config: Config, world: World) -> Policy:
     """What is trained: all weights, or with `lora.rank` adapters."""
     return Policy.load(config.model, world, adapters=config.lora if config.lora.rank else None, seed=config.run.seed)
 
 
 def load_reference(config: Config, world: World, policy: Policy) -> Policy | AdaptersOff | None:
-    """The frozen reference, when the KL has a weight; the policy itself without its adapters, if that is its start."""
+    """The frozen reference, when the KL has a weight."""
     if config.algorithm.kl_coef == 0:
         return None
-    model = config.model
-    if model.reference_path is not None:
-        model = replace(model, path=model.reference_path, revision=None)
-    elif policy.adapters is not None:
+    return reference_of(policy, config.model, config.model.reference_path, world)
+
+
+def reference_of(policy: Policy, model: ModelConfig, path: str | None, world: World) -> Policy | AdaptersOff:
+    """What is at `path`, or the policy's start: the policy itself without its adapters, where it has any."""
+    if path is None and policy.adapters is not None:
         return AdaptersOff(policy)
+    return frozen_model(model, path, world)
+
+
+def frozen_model(model: ModelConfig, path: str | None, world: World) -> Policy:
+    """What is at `path`, or the policy's start, without gradients."""
+    if path is not None:
+        model = replace(model, path=path, revision=None)
     return Policy.load(model, world, frozen=True)
 
 
@@ -384,6 +404,7 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
     return found
 
 
+<<<<<<< HEAD
 def load_agent(config: Config, hf_config: Any, tokenizer: Any, context_length: int) -> Agent | None:
     """Of `[agent]`, before the model loads; None where it is off."""
     model = config.model
@@ -401,6 +422,9 @@ def load_agent(config: Config, hf_config: Any, tokenizer: Any, context_length: i
 
 
 def model_facts(config: Config, world: World, policy: Policy) -> dict[str, object]:
+=======
+def model_facts(config: Config, world: World, policy: Policy | ValueModel) -> dict[str, object]:
+>>>>>>> h/pref
     """What is trained, and on what."""
     trained = sum(p.numel() for p in policy.parameters())
     parameters = sum(p.numel() for name, p in policy.module.named_parameters() if not is_adapter(name))

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.config.schema import Config
@@ -27,6 +26,7 @@ from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.metrics import Tally, agent_metrics, rollout_metrics, with_sample_size
 from lightrl.observe.timing import StageTimer
+from lightrl.observe.trackers import Trackers
 from lightrl.rewards import Scorer, check_labels
 from lightrl.rollout.agent import sampler_of
 from lightrl.rollout.collect import apply_truncation
@@ -37,13 +37,13 @@ from lightrl.training import replay, run_folder, setup
 from lightrl.training.advantage import Advantages, finish_advantages, overlong_metrics, set_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
-from lightrl.training.checkpoint import Checkpointer
 from lightrl.training.critic import Critic, explained_variance
 from lightrl.training.dumped import DumpedRollouts, without_engine
 from lightrl.training.evaluate import evaluate, load_eval_sets
 from lightrl.training.hooks import Hooks, LoadedHooks, load_hooks
+from lightrl.training.loop import Loop, State
 from lightrl.training.objective import Objective, normalize_weights
-from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule
+from lightrl.training.optim import advance, build_optimizer, build_schedule
 from lightrl.training.outside_eval import OutsideEvaluation
 from lightrl.training.packing import TrainSample
 from lightrl.training.probe import Probe
@@ -84,22 +84,16 @@ class Trainer:
             broadcasts_to_servers=config.engine.kind == "sglang_server" and config.sync.transport == "nccl",
         )
         self.console = Console(config.log, enabled=self.world.is_main)
-        self.run_dir = Path(config.run.dir).expanduser()
-        with contextlib.ExitStack() as held:
-            if claim:
-                held.enter_context(setup.claim(self.run_dir, self.world, self.console.warning))
-            self._held = held  # what is made from here on is ended too, if a later part cannot be made
-            self._load_data(reward, load_hooks(config, hooks))
-            if claim and config.run.resume:
-                setup.check_resume(self.run_dir, self.source, self.world)
-            self._load_model()
-            self._held = held.pop_all()
-        self._claimed = claim
+        self.loop = Loop(config, self.world, self.console, claim=claim, ended_by="run.steps")
+        self.run_dir = self.loop.run_dir
         self.steps_done = 0
         self.policy_version = 0
         self.groups_done = 0
         self._torn = False  # an update was interrupted: weights and gradients are between two steps
-        self._began = False  # the run in the folder is this trainer's own
+        with self.loop.opening() as self._held:
+            self._load_data(reward, load_hooks(config, hooks))
+            self.loop.check_resume(self.source)
+            self._load_model()
 
     def _load_data(self, reward: Callable[..., Any] | None, hooks: LoadedHooks) -> None:
         config = self.config
@@ -419,39 +413,26 @@ class Trainer:
 
         UserError if another run is training in `run.dir`.
         """
-        if self._claimed:
-            return self._train()
-        with setup.claim(self.run_dir, self.world, self.console.warning):
-            return self._train()
+        return self.loop.train(self)
 
-    def _train(self) -> dict[str, float]:
-        config, checkpointer = self.config, self._checkpointer
-        self._resume(checkpointer)
-        metrics: dict[str, float] = {}
-        with run_folder.open_trackers(self.run_dir, config, self.steps_done, self.world) as trackers:
-            if self.steps_done == 0 and config.eval.every and config.eval.at_start:
-                trackers.log(0, self.evaluate())
-            while self.steps_done < config.run.steps:
-                with self.source.dealt(config.rollout.prompts_per_draw) as prompts:
-                    metrics = self.step(prompts, self.source)
-                step, last = self.steps_done, self.steps_done == config.run.steps
-                self.console.step(step, config.run.steps, metrics)
-                if config.eval.every and (step % config.eval.every == 0 or last):
-                    metrics |= self.evaluate()
-                trackers.log(step, metrics)  # before the checkpoint: a resume drops lines of steps that it repeats
-                if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                    self._save(checkpointer, metrics)
-                if config.checkpoint.hf_every and step % config.checkpoint.hf_every == 0:
-                    self._take_back()
-                    run_folder.export_step(self.policy, config, step, self.world)
-                    if self.critic is not None:
-                        self.critic.export(self.run_dir / "hf" / f"step_{step:06d}_critic", replace=True)
-                self.outside.log(trackers)
-                if self.outside.is_due(step, last):
-                    self.outside.submit(step, partial(self.export, replace=True))
-            checkpointer.wait()
-            self.outside.finish(trackers)
-        return metrics
+    @property
+    def total_steps(self) -> int:
+        return self.config.run.steps
+
+    def next_step(self) -> dict[str, float]:
+        """`step` on the next prompts of `source`."""
+        with self.source.dealt(self.config.rollout.prompts_per_draw) as prompts:
+            return self.step(prompts, self.source)
+
+    def after_step(self, trackers: Trackers, *, last: bool) -> None:
+        """Hand the weights to an evaluator elsewhere, and log what it has said since."""
+        self.outside.log(trackers)
+        if self.outside.is_due(self.steps_done, last):
+            self.outside.submit(self.steps_done, partial(self.export, replace=True))
+
+    def finish(self, trackers: Trackers) -> None:
+        """Wait for the evaluator elsewhere."""
+        self.outside.finish(trackers)
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of all `[[eval.sets]]` for the present weights."""
@@ -485,7 +466,7 @@ class Trainer:
         A folder that is not empty is a UserError; `replace` swaps it for the new one, whatever it holds.
         """
         self._take_back()
-        run_folder.export_policy(self.policy, Path(folder), self.world, replace=replace)
+        run_folder.export_model(self.policy, Path(folder), self.world, replace=replace)
 
     def load_checkpoint(self, folder: Path, *, weights_only: bool = False) -> None:
         """Take weights, optimizer, schedule, data position and random state from one checkpoint folder.
@@ -493,19 +474,31 @@ class Trainer:
         `weights_only`, to evaluate: training data may be another than the checkpoint's.
         """
         self._take_back()
-        checkpointer, module = self._checkpointer, self.policy.module
-        if weights_only:
-            extra = checkpointer.load(folder, module, None, rng=False)
-        else:
-            extra = checkpointer.load(folder, module, self.optimizer, others=self._others)
-            apply_settings(self.optimizer, self.config.optim)
-            if self.critic is not None:
-                self.critic.resumed(extra["step"] * self.config.algorithm.minibatches_per_step)
-            self.schedule = self._schedule(steps_done=extra["step"])
-            self.source.restore(extra["source"])
+        extra = self.loop.load(folder, self, weights_only=weights_only)
         self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
         self.groups_done = extra["groups"]
         run_folder.check_base(extra, self.policy, self.config, folder, self.console)
+        if not weights_only:
+            self.schedule = self._schedule(self.steps_done)
+            if self.critic is not None:
+                self.critic.resumed(self.steps_done * self.config.algorithm.minibatches_per_step)
+
+    def training_state(self) -> State:
+        """What a checkpoint holds: the policy, and the critic beside it."""
+        others = {} if self.critic is None else {"critic": (self.critic.module, self.critic.optimizer)}
+        extra = {
+            "policy_version": self.policy_version,
+            "groups": self.groups_done,
+            "adapter_scaling": run_folder.adapter_scaling(self.policy),
+        }
+        return State(model=self.policy.module, optimizer=self.optimizer, others=others, extra=extra)
+
+    def export_step(self) -> None:
+        """Policy and critic to `hf/step_N` and beside it; what was there is replaced."""
+        self._take_back()
+        run_folder.export_step(self.policy, self.config, self.steps_done, self.world)
+        if self.critic is not None:
+            self.critic.export(self.run_dir / "hf" / f"step_{self.steps_done:06d}_critic", replace=True)
 
     def _take_back(self) -> None:
         """Weights and training state are in place. They were lent, or away, where a step or an evaluation broke off."""
@@ -513,21 +506,10 @@ class Trainer:
 
     def close(self) -> None:
         """Free engine, reward workers and, if it was claimed, the folder."""
-        self._held.close()  # all of it, the last first, whatever fails on the way
-        self._claimed = False
+        self.loop.close()
 
-    def _resume(self, checkpointer: Checkpointer) -> None:
-        if not (self.config.run.resume or self._began):
-            run_folder.refuse_used(self.run_dir, self.world)
-        self._began = True
-        found = checkpointer.latest()
-        if found is not None and self.steps_done == 0:
-            self.load_checkpoint(found)
-            self.console.notice(f"resumed at step {self.steps_done} from {found}")
-        if self.steps_done >= self.config.run.steps:
-            done = f"step {self.steps_done} is done and run.steps = {self.config.run.steps}"
-            self.console.notice(f"nothing to train: {done}; raise it to go on")
-        run_folder.describe_run(self.run_dir, self.config, self.steps_done, self.world, self.console)
+    def introduce(self) -> None:
+        """Say what the run is; files of samples behind where it goes on are dropped."""
         if self.world.is_main and self.writer is not None:
             self.writer.drop_after(self.steps_done)
         self.probe.resumed(self.steps_done)
@@ -541,30 +523,3 @@ class Trainer:
         """At the place of a run that had the present settings from the start."""
         updates = self.config.algorithm.minibatches_per_step
         return build_schedule(self.optimizer, self.config.optim, self.config.run.steps * updates, steps_done * updates)
-
-    @cached_property
-    def _checkpointer(self) -> Checkpointer:
-        """One, as it has a process group of its own; it loads from any folder."""
-        return Checkpointer(self.run_dir / "checkpoints", self.config.checkpoint, timeout=self.world.timeout)
-
-    @property
-    def _others(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
-        """What a checkpoint holds beside the policy."""
-        return {} if self.critic is None else {"critic": (self.critic.module, self.critic.optimizer)}
-
-    def _save(self, checkpointer: Checkpointer, metrics: dict[str, float]) -> None:
-        checkpointer.save(
-            self.steps_done,
-            model=self.policy.module,
-            optimizer=self.optimizer,
-            others=self._others,
-            extra={
-                "step": self.steps_done,
-                "policy_version": self.policy_version,
-                "groups": self.groups_done,
-                "model": self.config.model.path,
-                "adapter_scaling": run_folder.adapter_scaling(self.policy),
-                "source": self.source.state(),
-            },
-            metrics=metrics,
-        )
