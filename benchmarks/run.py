@@ -28,6 +28,7 @@ OPS = {
     "rl_update": "real tokens/s of an RL update on a mix of lengths; peer: TRL's GRPOTrainer, fed the same ids",
     "weak_scaling": "share of one GPU's rate that is left on two; peer: transformers under FSDP2",
     "attention": "TFLOP/s of attention over packed rows; peers: SDPA's flash kernel, torch's varlen_attn",
+    "gated_delta": "ms and memory of a gated delta layer's mixing; peers: plain torch, transformers, fla",
     "fused_ops": "us of norms, rotations and SwiGLU; peers: transformers' own code, Liger",
     "grpo_step_cpu": "seconds a GRPO step on the CPU; peer: TRL's GRPOTrainer",
     "logprob": "ms of log-probs and entropies from hidden states; peers: whole logits, checkpointed chunks, Liger",

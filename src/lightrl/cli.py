@@ -25,8 +25,9 @@ _CONFIG_ARGS = "[TOML ...] [--section.key value ...]"
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _CONFIG_EPILOG = (
     "`lightrl config list` shows every key with its type, default and meaning. Sections: run, model, data, reward, "
-    "rollout, engine, sync, algorithm, correction, sft, dpo, rm, optim, critic, critic_optim, parallel, checkpoint, "
-    "eval, log, dump, debug. Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
+    "rollout, agent, sandbox, engine, sync, algorithm, correction, sft, dpo, rm, optim, critic, critic_optim, "
+    "parallel, checkpoint, eval, log, dump, debug. "
+    "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )
 
 app = typer.Typer(
@@ -285,6 +286,8 @@ def _load(
             "on_step",
         ):  # their other names are known to the config itself
             return hooks.fault(name) if ":" in name else None
+        if key in ("environment", "tools"):
+            return hooks.fault(name, arguments=None) if ":" in name else None
         return registry.fault(name)
 
     config = load_for_run(

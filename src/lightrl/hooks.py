@@ -22,10 +22,11 @@ from lightrl.errors import UserError
 _DYNAMIC = {"exec", "globals", "locals", "vars"}
 
 
-def load(path: str, key: str) -> Callable[..., Any]:
+def load(path: str, key: str, *, arguments: int | None = 1) -> Callable[..., Any]:
     """Import `package.module:function`. The working directory is importable.
 
-    `key` is the config key the path came from. Raises UserError when it cannot be imported or is not callable.
+    With `arguments = None` it may take any. `key` is the config key the path came from. Raises UserError when it cannot
+    be imported or is not callable.
     """
     module_name, _, name = path.partition(":")
     if not _well_formed(path):
@@ -45,7 +46,7 @@ def load(path: str, key: str) -> Callable[..., Any]:
         raise UserError(f"{key} = {path!r}: {_no_name(module_name, name, vars(module))}")
     if not callable(function):
         raise UserError(f"{key} = {path!r}: {_no_function(name, function)}")
-    if (wrong := call_fault(function)) is not None:
+    if arguments is not None and (wrong := call_fault(function)) is not None:
         raise UserError(f"{key} = {path!r}: {wrong}")
     return function
 
@@ -78,7 +79,7 @@ def call_fault(function: Callable[..., Any]) -> str | None:
     return None
 
 
-def fault(path: str) -> str | None:
+def fault(path: str, *, arguments: int | None = 1) -> str | None:
     """Why `load` will not find `package.module:function`, as far as can be told without running code; else None.
 
     No module is imported: it may import torch, or want a GPU. It must exist, and its source define the name at top
@@ -102,7 +103,7 @@ def fault(path: str) -> str | None:
         if spec is None:
             return None if around is not None and _makes_modules(around) else _no_module(found, here, around)
     assert spec is not None, "a path has at least one part"
-    return _fault_in(spec, name)
+    return _fault_in(spec, name, arguments)
 
 
 def _well_formed(path: str) -> bool:
@@ -157,7 +158,7 @@ def _makes_modules(package: ModuleSpec) -> bool:
     return source is None or "__path__" in source or "sys.modules" in source
 
 
-def _fault_in(spec: ModuleSpec, name: str) -> str | None:
+def _fault_in(spec: ModuleSpec, name: str, arguments: int | None) -> str | None:
     source = _source(spec)
     if source is None:
         return None
@@ -172,7 +173,7 @@ def _fault_in(spec: ModuleSpec, name: str) -> str | None:
         return None
     if name not in names:
         return _no_name(spec.name, name, names)
-    return _literal(tree, name) or _unfit(tree, name)
+    return _literal(tree, name) or (None if arguments is None else _unfit(tree, name))
 
 
 def _unfit(tree: ast.Module, name: str) -> str | None:

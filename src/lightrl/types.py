@@ -63,10 +63,13 @@ class Sample:
     response_length: int
     response: str = ""
     """The response as text, special tokens left out."""
+    answer: str | None = None
+    """What rules grade, where that is not the whole response: of several turns, the last."""
     loss_mask: list[int] | None = None
     """1 for tokens the model sampled, 0 for tool output and other given tokens; None means all ones."""
-    rollout_logprobs: list[float] | None = None
-    """Engine's log-prob of each response token, under the distribution it was really sampled from."""
+    rollout_logprobs: list[float | None] | None = None
+    """Engine's log-prob of each response token, under the distribution it was really sampled from; None for tokens that
+    were given."""
     rollout_top_ids: list[list[int]] | None = None
     """The engine's likeliest tokens at each place of the response, as many everywhere; only where a loss asks for
     them (`correction.score_centering_top_k`)."""
@@ -101,6 +104,11 @@ class Sample:
         return self.tokens[len(self.tokens) - self.response_length :]
 
     @property
+    def graded(self) -> str:
+        """The text that rules grade."""
+        return self.response if self.answer is None else self.answer
+
+    @property
     def mask(self) -> list[int]:
         return [1] * self.response_length if self.loss_mask is None else self.loss_mask
 
@@ -117,6 +125,14 @@ class SampleGroup:
     def scored(self) -> list[Sample]:
         """Samples that count: scored and not failed."""
         return [s for s in self.samples if s.reward is not None and s.status is not Status.FAILED]
+
+    @property
+    def compared(self) -> list[list[Sample]]:
+        """Those that count, in the parts that share a baseline: all, or with several agents those of each."""
+        parts: dict[Any, list[Sample]] = {}
+        for sample in self.scored:
+            parts.setdefault(sample.metadata.get("agent"), []).append(sample)
+        return list(parts.values())
 
 
 @dataclass(kw_only=True)

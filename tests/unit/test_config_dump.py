@@ -15,6 +15,7 @@ from lightrl.config import docs as config_docs
 from lightrl.config.fields import describe, sections
 from lightrl.config.load import load_for_run
 from lightrl.config.schema import (
+    AgentConfig,
     AlgorithmConfig,
     CheckpointConfig,
     CorrectionConfig,
@@ -36,6 +37,7 @@ from lightrl.config.schema import (
     RMConfig,
     RolloutConfig,
     RunConfig,
+    SandboxConfig,
     SFTConfig,
     SyncConfig,
     TeacherConfig,
@@ -108,10 +110,26 @@ FULL = Config(
         stop_token_ids=[0, 151645],
         truncated="mask",
         filter="m:f",
-        generate="m:f",
         oversample_prompts=6,
         max_draws=2,
     ),
+    agent=AgentConfig(
+        environment="m:C",
+        options={"a": [1, {"b": True}]},
+        tools=["search", "m:f"],
+        parser="hermes",
+        tool_role="user",
+        max_turns=3,
+        max_turn_tokens=2,
+        max_observation_tokens=5,
+        tool_timeout=1.5,
+        turn_timeout=2.5,
+        episode_timeout=9.5,
+        concurrency=4,
+        search_corpus="c.jsonl",
+        search_top_k=7,
+    ),
+    sandbox=SandboxConfig(timeout=1.5, memory_mib=2, file_mib=3, processes=4, output_kib=5, concurrency=6),
     engine=EngineConfig(
         kind="sglang",
         max_batch=2,
@@ -292,7 +310,7 @@ def test_dump_reloads() -> None:
         *("engine.kind", "engine.urls", "algorithm.normalize_std", "algorithm.dual_clip", "algorithm.tau_pos"),
         *("algorithm.tau_neg", "algorithm.kl_unbiased", "correction.use_rollout_logprobs", "parallel.context_parallel"),
         *("correction.score_centering_top_k", "teacher.url", "teacher.api_key_env", "teacher.request_timeout"),
-        "teacher.top_k_from",
+        *("teacher.top_k_from", "agent.search_url", "rollout.generate"),
     }
     for name, cls in sections().items():
         for field in dataclasses.fields(cls):
@@ -305,6 +323,8 @@ def test_dump_reloads() -> None:
         FULL, engine=EngineConfig(kind="sglang_server", urls=["http://a:1", "http://[::1]:2"])
     )
     assert reload(servers) == servers
+    hooked = Config(rollout=RolloutConfig(generate="m:f"))
+    assert reload(hooked) == hooked
     for teacher in (
         TeacherConfig(url="http://a:1", api_key_env="KEY", request_timeout=9.5),
         TeacherConfig(path="a/b", form="top_k", top_k_from="student"),

@@ -19,12 +19,13 @@ from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightrl.config import dump_toml
+from lightrl.config import dump_toml, load_config
 from lightrl.distributed.mesh import close_world
 from lightrl.training.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOK = EXAMPLES / "notebook.ipynb"
+AGENTS = ("guess", "multi_agent", "retool", "search")
 
 
 def load_example(name: str) -> ModuleType:
@@ -37,8 +38,35 @@ def load_example(name: str) -> ModuleType:
 
 
 def test_every_example_is_tested() -> None:
-    known = {"custom_reward.py", "load_export.py", "manual_loop.py", "notebook.ipynb"}
+    known = {"custom_reward.py", "load_export.py", "manual_loop.py", "notebook.ipynb", *AGENTS}
     assert {p.name for p in EXAMPLES.iterdir() if not p.name.startswith((".", "__"))} == known
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_agents(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of each on a random model; what it says is chance, so that every way out of an episode is taken."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    monkeypatch.syspath_prepend(str(EXAMPLES.parent))
+    tiny_run.make_model(tmp_path / "model", max_position_embeddings=2048)
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3, 4, 5, 6, 7]}))
+    tiny_run.make_data(tmp_path / "data.jsonl")
+    own_data = {} if name != "multi_agent" else {"data": {"path": str(tmp_path / "data.jsonl")}}
+    config = load_config(
+        EXAMPLES / name / "run.toml",
+        run={"dir": str(tmp_path / "run"), "steps": 1, "device": "cpu"},
+        model={"path": str(tmp_path / "model"), "compute_dtype": "float32"},
+        rollout={"prompts_per_step": 2, "group_size": 4},
+        optim={"warmup_steps": 0},
+        log={"trackers": ["jsonl"], "print_samples": 0},
+        **own_data,
+    )
+    trainer = Trainer(config)
+    metrics = trainer.train()
+    trainer.close()
+    assert metrics["agent/episodes"] == 8
+    assert metrics["agent/failed"] == 0
+    assert metrics["agent/turns"] >= (3 if name == "multi_agent" else 1)
+    assert metrics["rollout/failed_share"] == 0
 
 
 def test_custom_reward(capsys: pytest.CaptureFixture[str]) -> None:

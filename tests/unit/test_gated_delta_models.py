@@ -44,12 +44,12 @@ def build(family: str) -> torch.nn.Module:
     return model
 
 
-def packed(model: torch.nn.Module) -> PolicyModule:
+def packed(model: torch.nn.Module, *, fuse: bool = False) -> PolicyModule:
     """The same weights in a model that takes segments."""
     ours: Any = AutoModelForCausalLM.from_config(model.config).eval()
     ours.load_state_dict(model.state_dict())
     registry.prepare_packed(ours)
-    gated_delta.prepare_training(ours, CPU, torch.float32)
+    gated_delta.prepare_training(ours, CPU, torch.float32, fuse=fuse)
     return PolicyModule(ours, packed=True)
 
 
@@ -89,6 +89,18 @@ def test_packed_equals_a_padded_batch(family: str) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_the_fused_norm_equals_stock(family: str) -> None:
+    """On a CPU by its plain reference: what is exchanged, and with which weight and epsilon."""
+    stock, batch = build(family), microbatch()
+    segments = Segments.from_microbatch(batch, CPU)
+    fused = packed(stock, fuse=True)
+    assert all("forward" in vars(layer.norm) for layer in gated_delta.layers(fused.model))
+    expected = results(packed(stock), batch, segments)
+    for name, value in results(fused, batch, segments).items():
+        torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("family", NAMES)

@@ -60,6 +60,7 @@ RULES = {
     "engine.sglang_copies": "torch |",
     "engine.sglang_derived": "torch |",
     "rollout": f"torch {SECTION} lightrl.engine.base lightrl.distributed lightrl.rewards lightrl.data lightrl.hooks |",
+    "rollout.tools.parsers": f"{SECTION} | sglang",
     "inspect": "torch rich lightrl.config lightrl.data lightrl.engine.base lightrl.errors lightrl.hooks "
     "lightrl.observe lightrl.rewards lightrl.rollout lightrl.training.hooks lightrl.types | tokenizers transformers",
     "training": f"torch transformers safetensors numpy {LIBRARY} lightrl.threads | lightrl.engine filelock",

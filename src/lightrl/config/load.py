@@ -70,7 +70,8 @@ def load_for_run(
             _add(sources, "eval.sets", "nothing to evaluate; add an [[eval.sets]] table with a name and a path")
         _check_files(config, sources)
         for path, name in code_in(config):
-            if (fault := code_fault(str(path[-1]), name)) is not None:
+            key = next(part for part in reversed(path) if isinstance(part, str))
+            if (fault := code_fault(key, name)) is not None:
                 _add(sources, path, fault)
         if not (evaluate or generate) and not config.run.resume and holds_run(config.run.dir):
             _add(sources, "run.dir", used_dir_fault(config.run.dir))

@@ -15,6 +15,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from lightrl.config import rules
+from lightrl.config.agent import AgentConfig as AgentConfig
+from lightrl.config.agent import SandboxConfig as SandboxConfig
+from lightrl.config.agent import of_agents
 from lightrl.config.correction import CorrectionConfig as CorrectionConfig
 from lightrl.config.engines import EngineConfig as EngineConfig
 from lightrl.config.engines import SyncConfig as SyncConfig
@@ -74,8 +77,8 @@ class ModelConfig:
     bfloat16: tokens x heads x head size x 2 bytes a layer). Gradients are the same."""
     kernels: Literal["auto", "off"] = "off"
     """`auto`: known families on a GPU run on kernels of our own (norms, rotary positions, gated products, experts,
-    log-probs) and on the fastest attention that is installed; `off`: on torch and transformers alone. Off by default:
-    these kernels have been tested in Triton's interpreter, but not on a GPU yet."""
+    gated delta layers, log-probs) and on the fastest attention that is installed; `off`: on torch and transformers
+    alone. Off by default: these kernels have been tested in Triton's interpreter, but not on a GPU yet."""
     reference_path: str | None = None
     """Checkpoint of the frozen reference for the KL term; default: the policy's own start."""
     trust_remote_code: bool = False
@@ -410,6 +413,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -452,7 +457,7 @@ class Config:
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
         problems += rules.of_advantages(self) + rules.of_critics(self) + rules.of_shared_rows(self)
         problems += rules.of_losses(self) + rules.of_corrections(self) + rules.of_teachers(self) + lora_problems(self)
-        problems += looking_problems(self)
+        problems += looking_problems(self) + of_agents(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems

@@ -61,15 +61,22 @@ class PromptSet:
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: Any, *, context_length: int, max_response_tokens: int, row_map: RowMap | None = None
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    context_length: int,
+    max_response_tokens: int,
+    row_map: RowMap | None = None,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> PromptSet:
-    """Read, render and tokenize `config.path`. Needs a tokenizer, no model. `row_map` stands in for `config.map`.
+    """Read, render and tokenize `config.path`. Needs a tokenizer, no model. `row_map` stands in for `config.map`;
+    `tools` are every row's.
 
     A prompt may have `context_length - max_response_tokens` tokens, or `config.max_prompt_tokens` if that is less.
     Raises DataError with `file:line`, for the first bad row and the number of others.
     """
     limit = _limit(config, context_length, max_response_tokens)
-    reader, mapped = RowReader(config, tokenizer), Mapper(config.map, row_map)
+    reader, mapped = RowReader(config, tokenizer, tools), Mapper(config.map, row_map)
     bad = BadRows()
     prompts: list[Prompt] = []
     paths = [config.path] if isinstance(config.path, str) else list(config.path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -31,8 +31,9 @@ class RowError(Exception):
 class RowReader:
     """Turns rows into prompts under one `[data]` section. Tokens are filled in later, in batches."""
 
-    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
+    def __init__(self, config: DataConfig, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> None:
         self.config = config
+        self._tools = list(tools)  # of every row, before its own
         self.tokenizer = tokenizer
         self._unseen = {k for k in ("metadata_key", "tool_key") if getattr(config, k) != _DEFAULTS[k]}
         if config.apply_chat_template:
@@ -70,7 +71,7 @@ class RowReader:
         if label is None and config.label_key is not None:
             raise RowError(f"field {config.label_key!r} (data.label_key) is null: give the row a label, or remove it")
         metadata = self.parsed(row, "metadata_key", dict, "an object") or {}
-        tools = self.parsed(row, "tool_key", list, "a list") or None
+        tools = self._tools + (self.parsed(row, "tool_key", list, "a list") or []) or None
         messages: list[dict[str, Any]] | None = None
         if isinstance(value, str):
             if config.apply_chat_template:

@@ -108,7 +108,9 @@ class _Facts:
 
 
 def _cells(step: int, sample: Sample) -> tuple[str, ...]:
-    logprobs = [lp for lp, counts in zip(sample.rollout_logprobs or (), sample.mask, strict=False) if counts]
+    logprobs = [
+        lp for lp, counts in zip(sample.rollout_logprobs or (), sample.mask, strict=False) if counts and lp is not None
+    ]
     versions = sorted(set(sample.policy_versions))
     return (
         str(step),

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightrl.kernels.delta_blocks import Blocks, Tails
+
 _CHUNK = 64
 _EPS = 1e-6
 
@@ -83,6 +85,8 @@ class Chains:
     levels: tuple[Level, ...]
     end_order: Tensor  # [S] int64: segment s is the one that ends at this place of all ends, level by level
     _history: dict[int, list[Tensor]] = field(default_factory=dict)
+    _stacked: dict[int, Tensor] = field(default_factory=dict)
+    _tails: dict[int, Tails] = field(default_factory=dict)
 
     @classmethod
     def build(cls, lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> Chains:
@@ -138,6 +142,23 @@ class Chains:
                 )
             )
         return tuple(generations)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """For the kernels of `delta.py`."""
+        return Blocks.build(self.lengths, self.parents, self.places.device)
+
+    def tails(self, taps: int) -> Tails:
+        """For the convolution's backward kernels."""
+        if taps not in self._tails:
+            self._tails[taps] = Tails.build(self.lengths, self.parents, taps, self.places.device)
+        return self._tails[taps]
+
+    def stacked_history(self, taps: int) -> Tensor:
+        """[taps, T] int64: `history` as one tensor."""
+        if taps not in self._stacked:
+            self._stacked[taps] = torch.stack(self.history(taps))
+        return self._stacked[taps]
 
     def history(self, taps: int) -> list[Tensor]:
         """`taps` index tensors [T]: the row so many places (1, 2, …) before each; T for none."""

@@ -1,7 +1,8 @@
-"""flash-linear-attention's kernels for the gated delta rule, where they are installed and right.
+"""Which kernels run gated delta layers: our own, flash-linear-attention's, or plain torch.
 
-Its backward pass was wrong, or refuses to run, on Hopper cards with Triton 3.4 to 3.7.0. No list of versions decides:
-the kernels are tried once against `kernels.gated_delta`, forward and backward, and left alone where the two differ.
+No list of cards and versions decides: kernels are tried once, on the layer's own sizes, against `kernels.gated_delta`,
+forward and backward, and left alone where the two differ. (fla's backward pass was wrong, or refuses to run, on Hopper
+cards with Triton 3.4 to 3.7.0.)
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrl.kernels import gated_delta
+from lightrl.kernels import delta, gated_delta
+from lightrl.kernels.delta import Heads
 from lightrl.kernels.gated_delta import Chains, DeltaInputs
 
 logger = logging.getLogger(__name__)
@@ -38,30 +40,59 @@ class Kernels:
     convolution: Callable[..., Any]
 
 
-def choose(device: torch.device, dtype: torch.dtype) -> Mix:
-    """What runs gated delta layers: fla's kernels for half precision on a GPU, if they work there; or plain torch."""
+_EXAMPLE = Heads(2, 64, 4, 64)
+_PLANS = (delta.FAST, delta.SAFE)
+
+
+def choose(device: torch.device, dtype: torch.dtype, own: Heads | None = None) -> Mix:
+    """What runs gated delta layers: kernels for half precision on a GPU, if they work there; or plain torch.
+
+    `own`: the sizes of the layers, for our kernels to be tried first; None: they are not wanted.
+    """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return gated_delta.mix
-    return _found(device, dtype)
+    return (_found_own(device, dtype, own) if own is not None else None) or _found(device, dtype)
+
+
+def find_own(device: torch.device, dtype: torch.dtype, heads: Heads) -> Mix | None:
+    """Our kernels, by the first plan that is right on this device; None, with a warning that says why, if none is."""
+    problem = ""
+    for plan in _PLANS:
+        run = partial(delta.mix, plan=plan)
+        try:
+            problem = check(run, device, dtype, heads)
+        except Exception as error:  # whatever Triton or its kernels raise here
+            problem = f"fail here ({' '.join(str(error).split())[:200]})"
+        if not problem:
+            return run
+    logger.warning("LightRL's kernels for gated delta layers are left alone: they %s", problem)
+    return None
 
 
 def find(device: torch.device, dtype: torch.dtype) -> Mix:
     """fla's kernels if they are installed and right on this device; else plain torch, with a warning that says why."""
-    problem = "flash-linear-attention is not installed"
+    problem = "is not installed"
     if find_spec("fla") is not None:
         try:
-            rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-            run = partial(mix, Kernels(rule, _convolution(_CONVOLUTIONS)))
-            problem = check(run, device, dtype)
+            problem = check(flash_linear_attention(), device, dtype)
             if not problem:
-                return run
+                return flash_linear_attention()
         except Exception as error:  # whatever its import, Triton or the kernels raise here
-            problem = f"flash-linear-attention fails here ({' '.join(str(error).split())[:200]})"
-    logger.warning("%s: gated delta layers run in plain torch, which is exact but slower", problem)
+            problem = f"fails here ({' '.join(str(error).split())[:200]})"
+    logger.warning(
+        "flash-linear-attention %s: gated delta layers run in plain torch, which is exact but slower", problem
+    )
     return gated_delta.mix
 
 
+def flash_linear_attention() -> Mix:
+    """Its kernels, right or not. ImportError without it."""
+    rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    return partial(mix, Kernels(rule, _convolution(_CONVOLUTIONS)))
+
+
 _found = cache(find)  # a policy and its reference ask once
+_found_own = cache(find_own)
 
 
 def _convolution(paths: tuple[str, ...]) -> Callable[..., Any]:
@@ -75,11 +106,11 @@ def _convolution(paths: tuple[str, ...]) -> Callable[..., Any]:
     raise ImportError(f"no causal_conv1d in {', '.join(paths)}")
 
 
-def check(run: Mix, device: torch.device, dtype: torch.dtype) -> str:
-    """Compare a mixing function with plain torch, values and gradients, prompts shared and not; "" or what differs."""
+def check(run: Mix, device: torch.device, dtype: torch.dtype, heads: Heads = _EXAMPLE) -> str:
+    """Compare a mixing function with plain torch, values and gradients, prompts shared and not; "" or what is wrong."""
     for parents in ((-1, -1, -1, -1), (-1, 0, 0, -1)):
         chains = Chains.build((70, 9, 130, 3), parents, device)
-        inputs = _example(chains, device, dtype)
+        inputs = example(chains, device, dtype, heads)
         names = ("mixed", "weight", "log_decay", "beta")
         leaves = [getattr(inputs, name) for name in names]
         results = []
@@ -91,34 +122,31 @@ def check(run: Mix, device: torch.device, dtype: torch.dtype) -> str:
             error = float((found.float() - expected.float()).norm() / expected.float().norm())
             if not error < _TOLERANCE:
                 what = "output" if name == "output" else f"gradient of {name}"
-                return f"flash-linear-attention is wrong on this card and Triton version ({what} off by {error:.0%})"
+                return f"is wrong on this card and Triton version ({what} off by {error:.0%})"
     return ""
 
 
-def _example(chains: Chains, device: torch.device, dtype: torch.dtype) -> DeltaInputs:
+def example(chains: Chains, device: torch.device, dtype: torch.dtype, heads: Heads = _EXAMPLE) -> DeltaInputs:
+    """Random inputs, the same each time; with gradients."""
     generator = torch.Generator().manual_seed(0)
-    key_heads, value_heads, dim, rows = 2, 4, 64, sum(chains.lengths)
-    channels = 2 * key_heads * dim + value_heads * dim
+    rows = sum(chains.lengths)
+    channels = 2 * heads.key_heads * heads.key_dim + heads.value_heads * heads.value_dim
 
-    def leaf(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
 
-    inputs = DeltaInputs(
-        mixed=leaf(rows, channels),
-        weight=leaf(channels, 4),
+    def leaf(x: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+        return x.to(device, dtype).requires_grad_()
+
+    return DeltaInputs(
+        mixed=leaf(normal(rows, channels)),
+        weight=leaf(normal(channels, 4)),
         bias=None,
         activation=F.silu,
-        log_decay=leaf(rows, value_heads, dtype=torch.float32),
-        beta=leaf(rows, value_heads),
-        key_heads=key_heads,
-        key_dim=dim,
-        value_heads=value_heads,
-        value_dim=dim,
+        log_decay=leaf(-0.1 * normal(rows, heads.value_heads).square(), torch.float32),
+        beta=leaf(normal(rows, heads.value_heads).sigmoid()),
+        **heads._asdict(),
     )
-    with torch.no_grad():
-        log_decay = (-0.1 * inputs.log_decay.square()).requires_grad_()
-        beta = inputs.beta.sigmoid().requires_grad_()
-    return replace(inputs, log_decay=log_decay.detach().requires_grad_(), beta=beta.detach().requires_grad_())
 
 
 def mix(kernels: Kernels, inputs: DeltaInputs, chains: Chains) -> Tensor:

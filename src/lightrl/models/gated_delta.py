@@ -8,6 +8,7 @@ an engine's slots. Segments and cache come as keyword arguments of the model's c
 from __future__ import annotations
 
 from functools import partial
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from lightrl.kernels import gated_delta
+from lightrl.kernels import delta, gated_delta
+from lightrl.kernels.delta import Heads
 from lightrl.kernels.gated_delta import Chains, DeltaInputs
+from lightrl.kernels.gated_norm import gated_norm
 from lightrl.models import context_parallel
 from lightrl.models.context_parallel import SharedSegments
 from lightrl.models.fast_delta import Mix, choose
@@ -76,21 +79,38 @@ def exchange(model: nn.Module) -> None:
         layer.forward = partial(_forward, layer, gated_delta.mix)
 
 
-def prepare_training(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def prepare_training(model: nn.Module, device: torch.device, dtype: torch.dtype, *, fuse: bool = False) -> None:
     """After `exchange`, before the model is sharded: it will compute in `dtype` on `device`.
 
-    The fastest kernels that are right there are chosen. `A_log` and `dt_bias` move into a module of their own,
+    The fastest kernels that are right there are chosen; our own only with `fuse` (`model.kernels`), and then for the
+    norm behind them, too. `A_log` and `dt_bias` move into a module of their own,
     `_float32_module`, which `wrappers.clean_name` leaves out of names.
     """
     found = layers(model)
     if not found:
         return  # and no kernels are tried
-    mix = choose(device, dtype)
+    own = None
+    if fuse and all(delta.takes(heads(x), x.conv_kernel_size, ACT2FN[x.activation], dtype) for x in found):
+        own = heads(found[0])
+    mix = choose(device, dtype, own)
     for layer in found:
+        if fuse and getattr(layer.norm, "activation", None) in ("silu", "swish"):
+            layer.norm.forward = MethodType(_norm_forward, layer.norm)
         decay = Decay(layer.A_log, layer.dt_bias, requires_grad=layer.A_log.requires_grad)
         del layer.A_log, layer.dt_bias
         layer._float32_module = decay
         layer.forward = partial(_forward, layer, mix)
+
+
+def heads(layer: Any) -> Heads:
+    """A layer's numbers and sizes of heads."""
+    return Heads(layer.num_k_heads, layer.head_k_dim, layer.num_v_heads, layer.head_v_dim)
+
+
+def _norm_forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    """Both [N, D]."""
+    eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+    return gated_norm(hidden_states, gate, self.weight, eps)
 
 
 def prepare_engine(model: nn.Module) -> None:

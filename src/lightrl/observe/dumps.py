@@ -119,7 +119,7 @@ def _record(step: int, sample: Sample, eval_name: str | None) -> dict[str, Any]:
         "label": sample.prompt.label,
         "response_length": sample.response_length,
         "tokens": sample.tokens,
-        "logprobs": None if logprobs is None else [round(value, 5) for value in logprobs],
+        "logprobs": None if logprobs is None else [None if value is None else round(value, 5) for value in logprobs],
         "policy_versions": sample.policy_versions,
         "metadata": sample.metadata,
     }

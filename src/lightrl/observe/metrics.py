@@ -128,9 +128,34 @@ def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int, *, 
             for kind in ("mean", "max", "min"):
                 tally.add(f"rollout/length_{kind}", sample.response_length, kind=kind)  # type: ignore[arg-type]
             tally.add("rollout/response_tokens", sample.response_length, kind="sum")
-            if sample.rollout_logprobs:
-                tally.add("rollout/entropy", -fmean(sample.rollout_logprobs), weight=len(sample.rollout_logprobs))
+            if logprobs := [p for p in sample.rollout_logprobs or () if p is not None]:
+                tally.add("rollout/entropy", -fmean(logprobs), weight=len(logprobs))
             tally.add("rollout/budget_used", sample.response_length / max_response_tokens)
+    return tally
+
+
+def agent_metrics(groups: Iterable[SampleGroup]) -> Tally:
+    """Turns and tool calls of this rank's episodes, all their conversations together; empty without an agent."""
+    tally = Tally()
+    for group in groups:
+        episodes: dict[int, list[Sample]] = {}
+        for sample in group.samples:
+            if "episode" in sample.metadata:
+                episodes.setdefault(sample.metadata["episode"], []).append(sample)
+        for samples in episodes.values():
+            about = [s.metadata for s in samples]
+            cuts = [m.get("cut_by") for m in about]
+            tally.add("agent/episodes", 1, kind="sum")
+            tally.add("agent/turns", sum(m["turns"] for m in about))
+            tally.add("agent/conversations", len(samples))
+            tally.add("agent/tool_calls", sum(m["tool_calls"] for m in about))
+            tally.add("agent/given_tokens", sum(m["given_tokens"] for m in about))
+            tally.add("agent/context_exhausted", "context" in cuts)
+            tally.add("agent/turns_exhausted", "turns" in cuts)
+            tally.add("agent/time_exhausted", "time" in cuts)
+            tally.add("agent/failed", any(s.status is Status.FAILED for s in samples))
+            for kind, count in (pair for m in about for pair in m.get("tool_failures", {}).items()):
+                tally.add(f"agent/tool_failures_{kind}", count, kind="sum")
     return tally
 
 

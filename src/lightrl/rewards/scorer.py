@@ -106,6 +106,11 @@ class Scorer:
                 self._fail(sample, RuntimeError("the reward call was cancelled"))
         self._count(total=len(graded), missing_think=sum(bool(s.metadata.get("missing_think")) for s in graded))
 
+    def count_failure(self, sample: Sample, error: Exception) -> None:
+        """Fail a sample whose environment raised, as one whose reward raised."""
+        self._fail(sample, error, "environment")
+        self._count(total=1, missing_think=0)
+
     def take_stats(self) -> RewardStats:
         """Counts since the last call, for `check_failures` after a gather over ranks."""
         stats, self._stats = self._stats, RewardStats()
@@ -137,7 +142,7 @@ class Scorer:
 
     def _mark_missing_think(self, sample: Sample, name: str | None) -> None:
         """A thinking block that was opened and not closed; `deepscaler` expects one, or `###Response`."""
-        response = sample.response
+        response = sample.graded
         expected = sample.prompt.text.rstrip().endswith(_THINK) or (name == "deepscaler" and _RESPONSE not in response)
         if response.rfind(_THINK) > response.rfind(_END_THINK) or (expected and _END_THINK not in response):
             sample.metadata["missing_think"] = True
@@ -174,8 +179,8 @@ class Scorer:
 
     async def _apply_rule(self, sample: Sample, name: str) -> list[Any]:
         rule, boxed = find_rule(name)
-        response: str | None = sample.response
-        if boxed and (response := last_box(sample.response)) is None:
+        response: str | None = sample.graded
+        if boxed and (response := last_box(sample.graded)) is None:
             return [rule.worst]
         answer = answer_of(sample, response or "", boxed)
         try:
@@ -201,10 +206,10 @@ class Scorer:
             self._limiter = (loop, asyncio.Semaphore(self.config.concurrency))
         return self._limiter[1]
 
-    def _fail(self, sample: Sample, error: BaseException) -> None:
+    def _fail(self, sample: Sample, error: BaseException, what: str = "reward") -> None:
         sample.status, sample.reward = Status.FAILED, None
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        sample.metadata["failure"] = f"reward: {reason}"
+        sample.metadata["failure"] = f"{what}: {reason}"
         stats = replace(self._stats, failures=self._stats.failures + 1)
         if stats.first_failure is None:
             shown = " ".join(str(error).split())[:500] if isinstance(error, BadReward | WorkerError) else reason

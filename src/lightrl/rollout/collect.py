@@ -24,6 +24,9 @@ class Scores(Protocol):
 
     async def score(self, samples: list[Sample]) -> None: ...
 
+    def count_failure(self, sample: Sample, error: Exception) -> None:
+        """Fail a sample whose environment raised, as one whose reward raised."""
+
 
 Watch = Callable[[str, int, Sequence[int], float, float], None]
 """Told what was done for a group: (what, group index, numbers of the samples, from, to), by `time.perf_counter`."""
@@ -37,6 +40,8 @@ class Work:
     prompt: Prompt
     answers: dict[int, Completion] = field(default_factory=dict)
     """Complete answers by their number. They outlive the engine that gave them."""
+    episodes: dict[int, Any] = field(default_factory=dict)
+    """The same of episodes, with an agent."""
     group: SampleGroup | None = None
     """Set once all answers are scored."""
     is_sampled: bool = False
@@ -76,8 +81,8 @@ class Sampler:
         work.is_sampled = True
         if self.watch is not None:
             self.watch("generate", work.group_index, [s.index for s in samples], start, time.perf_counter())
-        await self.scorer.score([s for s in samples if s.status is not Status.FAILED and s.reward is None])
-        work.group = SampleGroup(prompt=work.prompt, group_index=work.group_index, samples=samples)
+        await self._score(samples)
+        work.group = SampleGroup(prompt=work.prompt, group_index=work.group_index, samples=self._kept(samples))
         return work.group
 
     def drop(self, work: Work) -> None:
@@ -128,6 +133,14 @@ class Sampler:
             work.answers |= {missing[place]: completion for place, completion in lost.finished.items()}
             raise
         work.answers |= dict(zip(missing, completions, strict=True))
+
+    async def _score(self, samples: list[Sample]) -> None:
+        """Those that have no reward yet."""
+        await self.scorer.score([s for s in samples if s.status is not Status.FAILED and s.reward is None])
+
+    def _kept(self, samples: list[Sample]) -> list[Sample]:
+        """What of them becomes the group."""
+        return samples
 
     def _id(self, work: Work) -> str:
         return f"{self.stream}/{work.group_index}"
@@ -186,7 +199,7 @@ def _sample(
         tokens=prompt.tokens + completion.tokens,
         response_length=len(completion.tokens),
         response=decode(completion.tokens),
-        rollout_logprobs=completion.logprobs,
+        rollout_logprobs=list(completion.logprobs),
         rollout_top_ids=completion.top_ids or None,
         rollout_top_logprobs=completion.top_logprobs or None,
         rollout_routing=completion.routing,

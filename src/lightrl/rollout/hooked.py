@@ -84,7 +84,7 @@ class GenerateTask:
         answers = [part for part in parts if isinstance(part, Completion)]
         response: list[int] = []
         mask: list[int] = []
-        logprobs: list[float] = []
+        logprobs: list[float | None] = []
         for part in parts:
             given = not isinstance(part, Completion)
             ids = part if isinstance(part, list) else part.tokens

@@ -72,8 +72,7 @@ def set_advantages(
     `kl`: what each sample's reward loses to the reference. Estimators of tokens find the reward they start from.
     """
     kl = kl or {}
-    for group in groups:
-        samples = group.scored
+    for samples in (part for group in groups for part in group.compared):
         rewards = [advantages.shaped(s) - kl.get((s.group_index, s.index), 0.0) for s in samples]
         found: list[Any] = rewards
         if samples and not advantages.of_tokens:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
 
 from lightrl.distributed.mesh import World
@@ -45,6 +47,7 @@ def build_minibatches(
             prompt=len(s.prompt),
             response=len(s.response),
             loss_tokens=sum(s.loss_mask),
+            prompt_hash=_hash(s.prompt) if share_prompts else 0,
             computed=any(s.loss_mask) and (s.has_advantage or not skip_zero_advantage),
         )
         for s in samples
@@ -80,6 +83,11 @@ def build_minibatches(
         return batches
 
     return [tensors(plan) for plan in plans]
+
+
+def _hash(tokens: Sequence[int]) -> int:
+    """The same in every process."""
+    return int.from_bytes(hashlib.blake2b(array("q", tokens).tobytes(), digest_size=8).digest(), "little")
 
 
 def _exchange(

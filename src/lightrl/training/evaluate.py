@@ -15,7 +15,7 @@ from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.metrics import Tally, eval_metrics
 from lightrl.rewards import Scorer, check_labels
-from lightrl.rollout.collect import Sampler
+from lightrl.rollout.agent import Agent, sampler_of
 from lightrl.rollout.hooked import Generate
 from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
@@ -36,6 +36,7 @@ def load_eval_sets(
     custom_reward: Callable[..., Any] | None,
     scorer: Scorer | None = None,
     row_map: RowMap | None = None,
+    agent: Agent | None = None,
 ) -> list[EvalSet]:
     """Read every set; keys left out come from `[data]`, `[reward]` and `[rollout]`. Errors before any model loads.
 
@@ -51,11 +52,12 @@ def load_eval_sets(
             context_length=context_length,
             max_response_tokens=limit,
             row_map=row_map if spec.map is None else None,
+            tools=[] if agent is None else agent.definitions,
         )
         reward = _reward_config(config.reward, spec)
         custom = custom_reward if spec.reward is None else None
         own_scorer = Scorer(reward, custom=custom, shared=scorer)
-        if custom is None:
+        if custom is None and not (agent is not None and agent.gives_reward):
             check_labels(prompts, reward)
         sampling = SamplingParams(
             max_new_tokens=limit,
@@ -101,6 +103,8 @@ def evaluate(
     on_restart: Callable[[int, str], None] = lambda count, why: None,
     restart: Callable[[], None] | None = None,
     generate: Generate | None = None,
+    agent: Agent | None = None,
+    together: bool = True,
 ) -> dict[str, float]:
     """Metrics of all sets, equal on every rank. Prompts are dealt out over ranks; the weights are in the engine.
 
@@ -115,7 +119,10 @@ def evaluate(
         total = len(deal(world, prompts, ranks_per_engine)) * spec.samples_per_prompt
         with console.progress(f"evaluating {spec.name}", total=total) as bar:
             groups = Collection(
-                sampler=Sampler(
+                sampler=sampler_of(
+                    agent,
+                    together=together,
+                    final_only=True,
                     engine=engine,
                     sampling=eval_set.sampling,
                     group_size=spec.samples_per_prompt,

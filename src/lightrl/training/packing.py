@@ -52,7 +52,10 @@ class TrainSample:
             prompt=sample.tokens[: sample.prompt_length],
             response=sample.response_tokens,
             loss_mask=sample.mask,
-            rollout_logprobs=sample.rollout_logprobs,
+            # given tokens have none; any number will do where there is no loss
+            rollout_logprobs=None
+            if sample.rollout_logprobs is None
+            else [0.0 if value is None else value for value in sample.rollout_logprobs],
             rollout_top_ids=sample.rollout_top_ids,
             rollout_top_logprobs=sample.rollout_top_logprobs,
             teacher_logprobs=sample.teacher_logprobs,
@@ -75,6 +78,8 @@ class SampleSize:
     loss_tokens: int
     computed: bool = True
     """False: counts in what losses are divided by, but is not fed to the model."""
+    prompt_hash: int = 0
+    """Of the prompt's tokens: a group of several agents, or branches, has several prompts."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -168,7 +173,9 @@ def _units(group: list[SampleSize], limit: int) -> list[Unit]:
     """Samples of one group in runs that fit `limit` rows; 0 keeps each alone."""
     units: list[Unit] = []
     for sample in group:
-        if units and units[-1].tokens + sample.response - 1 <= limit and units[-1].samples[0].prompt == sample.prompt:
+        first = units[-1].samples[0] if units else sample
+        same = (first.prompt, first.prompt_hash) == (sample.prompt, sample.prompt_hash)
+        if units and same and units[-1].tokens + sample.response - 1 <= limit:
             units[-1] = Unit((*units[-1].samples, sample))
         else:
             units.append(Unit((sample,)))

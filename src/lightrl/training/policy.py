@@ -300,7 +300,7 @@ def prepare_training(
         _refuse_spreading(model, world, frozen)
         return False, False
     registry.prepare_packed(model, fuse=kernels)
-    gated_delta.prepare_training(model, world.device, dtype)
+    gated_delta.prepare_training(model, world.device, dtype, fuse=kernels)
     if world.expert_mesh is not None:
         experts.spread(model, world.expert_mesh["ep"])
     return True, kernels

@@ -35,6 +35,8 @@ from lightrl.engine.base import Engine, SamplingParams
 from lightrl.errors import UserError, end
 from lightrl.models import load, lora
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
+from lightrl.rollout import agent
+from lightrl.rollout.agent import Agent
 from lightrl.training.critic import Critic, critic_model
 from lightrl.training.dumped import NoEngine
 from lightrl.training.policy import AdaptersOff, Policy
@@ -427,6 +429,22 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
             "rollout.max_response_tokens; set rollout.stop or rollout.stop_token_ids"
         )
     return found
+
+
+def load_agent(config: Config, hf_config: Any, tokenizer: Any, context_length: int) -> Agent | None:
+    """Of `[agent]`, before the model loads; None where it is off."""
+    model = config.model
+    if not config.agent.enabled:
+        return None
+    end_ids = load.eos_token_ids(model.path, hf_config, tokenizer, model.revision)
+    return agent.load_agent(
+        config.agent,
+        config.sandbox,
+        tokenizer,
+        end_ids=end_ids,
+        context_length=context_length,
+        template_kwargs=config.data.chat_template_kwargs,
+    )
 
 
 def model_facts(config: Config, world: World, policy: Policy | ValueModel) -> dict[str, object]:

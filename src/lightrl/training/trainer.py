@@ -24,11 +24,12 @@ from lightrl.errors import UserError, end
 from lightrl.models import load
 from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
-from lightrl.observe.metrics import Tally, rollout_metrics, with_sample_size
+from lightrl.observe.metrics import Tally, agent_metrics, rollout_metrics, with_sample_size
 from lightrl.observe.timing import StageTimer
 from lightrl.observe.trackers import Trackers
 from lightrl.rewards import Scorer, check_labels
-from lightrl.rollout.collect import Sampler, apply_truncation
+from lightrl.rollout.agent import sampler_of
+from lightrl.rollout.collect import apply_truncation
 from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
 from lightrl.sync.weights import release_engine, sync_weights
@@ -95,12 +96,16 @@ class Trainer:
         setup.check_parallel(config.parallel, hf_config, f"model.path = {model.path}")
         setup.check_replay(config.correction, hf_config, f"model.path = {model.path}")
         self.context_length = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT
+        self.agent = setup.load_agent(config, hf_config, self.tokenizer, self.context_length)
+        if self.agent is not None:
+            self._held.callback(end, self.agent.close)
         self.prompts = load_prompts(
             config.data,
             self.tokenizer,
             context_length=self.context_length,
             max_response_tokens=config.rollout.max_response_tokens,
             row_map=hooks.row_map,
+            tools=[] if self.agent is None else self.agent.definitions,
         )
         self.dumped = DumpedRollouts.open(config, int(hf_config.get_text_config().vocab_size))
         setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
@@ -117,9 +122,11 @@ class Trainer:
         self.outside = OutsideEvaluation(config, self.run_dir, self.world, self.console)
         self.advantages = Advantages.load(config.algorithm, config.rollout.max_response_tokens)
         self.objective = Objective.of(config.algorithm, config.correction, config.teacher)
-        if reward is None:
+        if reward is None and not (self.agent is not None and self.agent.gives_reward):
             check_labels(self.prompts, rewards)
-        self.eval_sets = load_eval_sets(config, self.tokenizer, self.context_length, reward, self.scorer, hooks.row_map)
+        self.eval_sets = load_eval_sets(
+            config, self.tokenizer, self.context_length, reward, self.scorer, hooks.row_map, self.agent
+        )
         for eval_set in self.eval_sets:
             self._held.callback(end, eval_set.scorer.close)
         self.sampling = setup.training_samples(config)
@@ -242,7 +249,7 @@ class Trainer:
         """Metrics, files and console lines about the step's samples."""
         compares = self.config.algorithm.estimator.compares
         tally.merge([rollout_metrics(groups, self.sampling.max_new_tokens, compares=compares)])
-        tally.merge([overlong_metrics(groups, self.advantages)])
+        tally.merge([overlong_metrics(groups, self.advantages), agent_metrics(groups)])
         if self.filter is not None:
             for name, value in selection.metrics().items():
                 tally.add(name, value, kind="max")  # known to all ranks
@@ -271,7 +278,9 @@ class Trainer:
         total = len(mine) * rollout.group_size if self.filter is None else None
         with self.console.progress("generating", total=total) as bar:
             groups = Collection(
-                sampler=Sampler(
+                sampler=sampler_of(
+                    self.agent,
+                    together=self.config.engine.kind == "transformers",
                     engine=self.engine,
                     sampling=self.sampling,
                     group_size=rollout.group_size,
@@ -287,7 +296,7 @@ class Trainer:
                 judge=self.filter,
                 prepare=lambda group: apply_truncation([group], rollout.truncated),
                 draw_early=self.config.engine.kind != "transformers",  # the embedded engine repeats to the last bit
-                on_group=lambda group: bar.advance(len(group.samples)),
+                on_group=lambda group: bar.advance(rollout.group_size),
                 on_restart=self._tell_restart,
                 restart=self._restart_engine,
             ).run(self._renew_engine)
@@ -427,6 +436,8 @@ class Trainer:
                 on_restart=self._tell_restart,
                 restart=self._restart_engine,
                 generate=self.generate,
+                agent=self.agent,
+                together=self.config.engine.kind == "transformers",
             )
             release_engine(self.policy, self.engine, self.state)
         self.console.evaluation(self.steps_done, metrics)

@@ -1,0 +1,378 @@
+"""Runs one piece of Python code behind limits. Started by `sandbox.py` as a file of its own; standard library alone.
+
+Three processes: this one, which the host starts, watches the clock and reports; an init, in new namespaces, whose end
+makes the kernel end everything in them; and the one that runs the code. Where namespaces are not allowed this process
+adopts orphans instead (PR_SET_CHILD_SUBREAPER) and ends all its descendants, and a seccomp filter, or where there is
+none Python's audit hooks, refuses sockets and signals to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+import time
+import types
+from typing import Any
+
+_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+_SPACES = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
+_PDEATHSIG, _SUBREAPER, _NO_NEW_PRIVS, _SECCOMP = 1, 36, 38, 22
+_MOUNT_SETATTR = 442
+_CAPABILITY_VERSION = 0x20080522
+_FIRST_UID, _UIDS = 20_000, 40_000
+"""A sandbox started by root runs as a user of its own, so that its processes can be counted (RLIMIT_NPROC)."""
+
+# seccomp: numbers of system calls by machine, audit's name of the machine
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_REFUSED = {  # socket, socketpair, ptrace, process_vm_writev, unshare, setns, rt_sigqueueinfo, rt_tgsigqueueinfo,
+    # pidfd_send_signal, io_uring_setup
+    "x86_64": (41, 53, 101, 311, 272, 308, 129, 297, 424, 425),
+    "aarch64": (198, 199, 117, 271, 97, 268, 138, 240, 424, 425),
+}
+_SIGNALS = {"x86_64": (62, 200, 234), "aarch64": (129, 130, 131)}  # kill, tkill, tgkill
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.buffer.read())
+    report = os.dup(int(sys.argv[1]))
+    os.close(int(sys.argv[1]))
+    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    if libc is not None:
+        libc.prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+    if os.getppid() != request["host"]:  # it died before the line above
+        os._exit(1)
+    user = _own_user()
+    isolated = libc is not None and request["namespaces"] and _enter_namespaces(libc, is_root=user is not None)
+    deadline = time.monotonic() + request["timeout"]
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(report)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if libc is not None:
+                libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if isolated:
+                _init(libc, request)
+            _run(libc, request, user, isolated)
+        finally:
+            os._exit(1)
+    most = request["processes"] + 1 if not isolated and user is None and os.geteuid() == 0 else None
+    state = _wait(child, deadline, stopped, most)
+    if isolated:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)  # the init: the kernel ends all that is in its namespaces
+        if state is None:
+            os.waitpid(child, 0)
+    else:
+        _end_descendants(child)
+    told = {"kind": "timeout" if state is None else "exit", "code": None if state is None else _exit_code(state)}
+    with contextlib.suppress(BrokenPipeError):  # the host is gone
+        os.write(report, json.dumps(told | {"isolation": _isolation(libc, isolated)}).encode())
+    os._exit(0)
+
+
+def _own_user() -> int | None:
+    """For root, a user of this sandbox's own, whose processes can be counted and who may write nowhere; None for
+    others, and where such a user could not read Python's own files."""
+    if os.geteuid() != 0:
+        return None
+    for uid in (_FIRST_UID + os.getpid() % _UIDS, 65534):
+        tester = os.fork()
+        if tester == 0:
+            try:
+                _become(uid)
+                with open(os.__file__):
+                    os._exit(0)
+            finally:
+                os._exit(1)
+        if os.waitpid(tester, 0)[1] == 0:
+            return uid
+    return None
+
+
+def _become(uid: int) -> None:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def _isolation(libc: Any, isolated: bool) -> str:
+    if isolated:
+        return "namespaces"
+    return "seccomp" if libc is not None and platform.machine() in _MACHINES else "audit"
+
+
+def _exit_code(state: int) -> int:
+    """As subprocess has it: negative for a signal. The init hands a signal on as 128 + its number."""
+    code = os.waitstatus_to_exitcode(state)
+    return 128 - code if code > 128 else code
+
+
+def _wait(child: int, deadline: float, stopped: list[int], most: int | None) -> int | None:
+    """The child's wait status, orphans reaped on the way; None when the time is up, or the host has had enough.
+
+    `most`: processes below this one, where the kernel does not count them, as it does not count root's.
+    """
+    pause = 0.001
+    while True:
+        pid, state = os.waitpid(-1, os.WNOHANG)
+        if pid == child:
+            return state
+        if pid:
+            continue
+        if stopped or time.monotonic() >= deadline:
+            return None
+        if most is not None and pause > 0.01 and len(_descendants()) > most:
+            return int(signal.SIGKILL)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+
+
+# ---- namespaces
+
+
+def _enter_namespaces(libc: Any, *, is_root: bool) -> bool:
+    """Whether this process's next children are in new namespaces of processes, network, mounts, IPC and names."""
+    if is_root and libc.unshare(_SPACES) == 0:
+        return True
+    uid, gid = os.geteuid(), os.getegid()
+    if libc.unshare(_NEWUSER | _SPACES) != 0:
+        return False
+    try:
+        for name, text in (("setgroups", "deny"), ("gid_map", f"{gid} {gid} 1"), ("uid_map", f"{uid} {uid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    except OSError:
+        return True  # an unmapped user may do even less
+    return True
+
+
+def _init(libc: Any, request: dict[str, Any]) -> None:
+    """Process 1 of the namespaces: mounts, then waits for the code and reaps its orphans. Returns in the child."""
+    _mount(libc, request)
+    child = os.fork()
+    if child == 0:
+        return
+    devnull = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):  # output ends when the code's processes have ended
+        os.dup2(devnull, stream)
+    pause = 0.001
+    while True:
+        pid, state = os.waitpid(-1, os.WNOHANG)
+        if pid == child:
+            code = os.waitstatus_to_exitcode(state)
+            os._exit(128 - code if code < 0 else code)
+        if len(_processes()) > request["processes"] + 1:  # the kernel does not count root's
+            os._exit(128 + signal.SIGKILL)
+        if not pid:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+
+
+def _mount(libc: Any, request: dict[str, Any]) -> None:
+    """All that is mounted becomes read-only, the working folder an empty file system in memory, /proc the new one."""
+    private, recursive = 1 << 18, 1 << 14
+    libc.mount(b"none", b"/", None, ctypes.c_ulong(private | recursive), None)
+    read_only = struct.pack("QQQQ", 1, 0, 0, 0)
+    libc.syscall(ctypes.c_long(_MOUNT_SETATTR), -100, b"/", 0x8000, read_only, ctypes.c_size_t(len(read_only)))
+    size = f"size={request['file_mib']}m,nr_inodes=10000,mode=777".encode()
+    libc.mount(b"tmpfs", os.fsencode(request["cwd"]), b"tmpfs", ctypes.c_ulong(2 | 4), size)  # nosuid, nodev
+    if libc.mount(b"proc", b"/proc", b"proc", ctypes.c_ulong(2 | 4 | 8), None) != 0:
+        libc.mount(b"tmpfs", b"/proc", b"tmpfs", ctypes.c_ulong(2 | 4 | 8), b"size=4k")  # rather none than the host's
+    os.chdir(request["cwd"])
+
+
+# ---- without namespaces
+
+
+def _end_descendants(child: int) -> None:
+    """End the child, its children and the orphans that this process adopted; none is left when it returns."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        for pid in _descendants() or [child]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGSTOP)  # first all stand still: none is born meanwhile
+        for pid in _descendants() or [child]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+def _processes() -> list[tuple[int, int, int]]:
+    """(process, the one above it, its user) of all in /proc; empty where there is none."""
+    found = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+                    found.append((int(name), parent, os.fstat(file.fileno()).st_uid))
+    return found
+
+
+def _descendants() -> list[int]:
+    """Processes below this one."""
+    above = {pid: parent for pid, parent, _ in _processes()}
+    found: list[int] = []
+    new = [os.getpid()]
+    while new:
+        new = [pid for pid, parent in above.items() if parent in new]
+        found += new
+    return found
+
+
+def _refuse_calls(libc: Any, above: int) -> bool:
+    """A seccomp filter: no sockets, no tracing, no signal to `above` or to all processes."""
+    machine = platform.machine()
+    if machine not in _MACHINES:
+        return False
+    allow, refuse = 0x7FFF0000, 0x00050000 | 1  # EPERM
+    # (code, jump if true, jump if false, value); offsets: call 0, machine 4, low word of the first argument 16
+    load, equal, answer = 0x20, 0x15, 0x06
+    body: list[tuple[int, int, int, int]] = []
+    for number in _REFUSED[machine]:
+        body += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
+    for number in _SIGNALS[machine]:
+        targets = [above, 2**32 - 1, 2**32 - above]
+        checks = [line for target in targets for line in ((equal, 0, 1, target), (answer, 0, 0, refuse))]
+        body += [(equal, 0, len(checks) + 2, number), (load, 0, 0, 16), *checks, (answer, 0, 0, allow)]
+    program = [(load, 0, 0, 4), (equal, 1, 0, _MACHINES[machine]), (answer, 0, 0, refuse), (load, 0, 0, 0), *body]
+    program.append((answer, 0, 0, allow))
+    code = b"".join(struct.pack("HBBI", *line) for line in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    pointer = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
+    libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
+    return libc.prctl(_SECCOMP, 2, ctypes.c_char_p(pointer), 0, 0) == 0
+
+
+def _refuse_events() -> None:
+    """Where the kernel does not refuse sockets, Python does. Code that calls C by itself gets around it."""
+
+    def hook(event: str, _: Any) -> None:
+        if event.startswith("socket.") or event in ("os.kill", "os.killpg", "ctypes.dlopen", "ctypes.dlsym"):
+            raise PermissionError(f"{event}: not in the sandbox")
+
+    sys.addaudithook(hook)
+
+
+# ---- the code
+
+
+def _run(libc: Any, request: dict[str, Any], user: int | None, isolated: bool) -> None:
+    """Limits, then the code; never returns."""
+    above = os.getppid()
+    os.setsid()
+    os.chdir(request["cwd"])
+    with open("stdin", "w+b") as file:
+        os.unlink("stdin")
+        file.write(request["stdin"].encode())
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+    _set_limits(request, shared=not isolated and os.geteuid() != 0)
+    if user is not None:
+        _become(user)
+    if libc is not None:
+        libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user takes it back
+        libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
+        none = struct.pack("6I", *[0] * 6)
+        libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), none)  # root of its own namespace has all
+    if not isolated and not (libc is not None and _refuse_calls(libc, above)):
+        _refuse_events()
+    sys.argv[:] = ["code.py"]
+    _execute(request["code"], echo=request["echo"])
+
+
+def _set_limits(request: dict[str, Any], *, shared: bool) -> None:
+    """`shared`: the user's other processes count too."""
+    mib = 1 << 20
+    others = len([pid for pid in _processes() if pid[2] == os.geteuid()]) if shared else 0
+    limits = {
+        "CPU": int(request["timeout"]) + 2,
+        "AS": request["memory_mib"] * mib,
+        "FSIZE": request["file_mib"] * mib,
+        "NPROC": request["processes"] + others,
+        "NOFILE": 256,
+        "CORE": 0,
+    }
+    for name, value in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}", None)
+        if kind is None:
+            continue
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard < 0 else min(value, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(kind, (value, value))
+
+
+def _execute(source: str, *, echo: bool) -> None:
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main  # what the code defines can be pickled, and this file's names are not in its way
+    names = main.__dict__
+    names["__file__"] = "code.py"
+    code, status = _Runner(source, echo), 0
+    try:
+        code(names)
+    except SystemExit as error:
+        status = _status(error.code)
+    except BaseException as error:
+        status = 1
+        code.tell(error)
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status & 0xFF)
+
+
+def _status(code: Any) -> int:
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
+    return 1
+
+
+class _Runner:
+    """The code, compiled with its lines known to tracebacks; with `echo`, a last expression's value is printed."""
+
+    def __init__(self, source: str, echo: bool) -> None:
+        import ast
+        import linecache
+        import traceback
+
+        self._source, self._echo, self._ast, self._traceback = source, echo, ast, traceback
+        lines = source.splitlines(keepends=True)
+        linecache.cache["code.py"] = (len(source), None, lines, "code.py")
+
+    def __call__(self, names: dict[str, Any]) -> None:
+        tree = self._ast.parse(self._source, "code.py")
+        last: Any = None
+        if self._echo and tree.body and isinstance(tree.body[-1], self._ast.Expr):
+            last = self._ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
+        exec(compile(tree, "code.py", "exec"), names)
+        if last is not None and (value := eval(compile(last, "code.py", "eval"), names)) is not None:
+            print(repr(value))
+
+    def tell(self, error: BaseException) -> None:
+        told = self._traceback.TracebackException.from_exception(error, limit=-20)
+        told.stack = self._traceback.StackSummary.from_list([f for f in told.stack if f.filename != __file__])
+        print("".join(told.format()), end="", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

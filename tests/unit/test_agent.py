@@ -1,0 +1,478 @@
+"""Episodes on a scripted engine: tokens, masks, limits, failures, branches; and who generates when."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from typing import Any
+
+import chat_templates as templates
+import pytest
+from scripted import LengthScorer, ScriptedEngine, make_agent, make_prompt, play, sampler_for
+
+from lightrl.config.load import ConfigError, load_config
+from lightrl.engine.base import EngineLostError
+from lightrl.errors import UserError
+from lightrl.observe.metrics import agent_metrics
+from lightrl.rollout.collect import Work, run_async, sample_seed
+from lightrl.rollout.environment import Step, Turn, results
+from lightrl.rollout.episode import Episode
+from lightrl.training.advantage import Advantages, set_advantages
+from lightrl.types import Prompt, Sample, Status
+
+HI = "<|im_start|>user\nhi 0<|im_end|>\n<|im_start|>assistant\n"
+
+
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+
+def stuck(seconds: float) -> str:
+    """Hangs."""
+    threading.Event().wait(seconds)
+    return "late"
+
+
+class Echo:
+    """Answers `again N`, N times."""
+
+    closed = 0
+
+    def __init__(self, times: int = 2) -> None:
+        self.times = times
+
+    def reset(self, prompt: Prompt) -> None:
+        return None
+
+    def step(self, turn: Turn) -> Step:
+        if turn.number == self.times:
+            return Step(done=True, reward=1.0, info={"said": turn.text})
+        return Step(messages=[{"role": "user", "content": f"again {turn.number}"}], reward=0.5)
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+class Own(Echo):
+    gives_reward = True
+
+
+class Async(Echo):
+    async def step(self, turn: Turn) -> Step:  # type: ignore[override]
+        await asyncio.sleep(0.01 * (turn.tokens[0] % 3))
+        return super().step(turn)
+
+
+class Breaks(Echo):
+    def __init__(self, how: str = "raises") -> None:
+        super().__init__()
+        if how == "at once":
+            raise ValueError("not made")
+        self.how = how
+
+    def step(self, turn: Turn) -> Step:
+        if self.how == "hangs":
+            threading.Event().wait(3)
+        if self.how == "answers":
+            return "no step"  # type: ignore[return-value]
+        if self.how == "infinite":
+            return Step(done=True, reward=float("inf"))
+        if self.how == "message":
+            return Step(messages=[{"role": "user", "content": None}])
+        raise KeyError("broken")
+
+
+class Crew:
+    """Two solvers side by side, then one who selects; the first solver branches twice."""
+
+    def __init__(self, deep: bool = False) -> None:
+        self.deep = deep
+
+    async def run(self, episode: Episode) -> None:
+        solvers = [episode.start(agent="solver") for _ in range(2)]
+        await asyncio.gather(*(s.generate() for s in solvers))
+        for number in range(2):
+            branch = solvers[0].fork()
+            branch.append([{"role": "user", "content": f"check {number}"}])
+            turn = await branch.generate()
+            branch.reward = float(number) + 0.25 * (turn.text == "fine")
+        solvers[1].reward = 3.0
+        selector = episode.start([{"role": "user", "content": "which?"}], agent="selector")
+        await selector.generate()
+        selector.reward = 1.0
+        episode.final = selector
+
+
+def said_of(agent: Any, sample: Sample) -> str:
+    """The response with what was sampled between « and »."""
+    text = ""
+    for sampled, run in itertools.groupby(
+        zip(sample.mask, sample.response_tokens, strict=True), key=lambda pair: pair[0]
+    ):
+        written = agent.template.text([token for _, token in run], special=True)
+        text += f"«{written}»" if sampled else written
+    return text
+
+
+def test_turns_and_masks_by_hand() -> None:
+    agent = make_agent(environment="test_agent:Echo")
+    (group,) = play(agent, lambda said, seed: f"no {said.count('again')}")
+    for number, sample in enumerate(group.samples):
+        assert said_of(agent, sample) == (
+            "«no 0<|im_end|>»\n<|im_start|>user\nagain 0<|im_end|>\n<|im_start|>assistant\n"
+            "«no 1<|im_end|>»\n<|im_start|>user\nagain 1<|im_end|>\n<|im_start|>assistant\n«no 2<|im_end|>»"
+        )
+        assert (sample.index, sample.status, sample.reward, sample.answer) == (number, Status.COMPLETED, 2.0, "no 2")
+        assert sample.prompt.text == HI
+        assert sample.rollout_logprobs is not None
+        assert [p is None for p in sample.rollout_logprobs] == [m == 0 for m in sample.mask]
+        assert sample.rollout_logprobs[:2] == [-0.25, -0.251]
+        assert sample.policy_versions == [3]
+        about = sample.metadata
+        assert (about["episode"], about["turns"], about["info"]) == (number, 3, {"said": "no 2"})
+        assert [m["role"] for m in about["messages"]] == ["assistant", "user", "assistant", "user", "assistant"]
+        assert about["given_tokens"] == sample.mask.count(0)
+    agent.close()
+
+
+def test_dropped_thoughts_stay_as_sampled() -> None:
+    """M1: the template drops the thought of the first turn once a second question is there; its ids stay."""
+    agent = make_agent(templates.THINKING, environment="test_agent:Echo", options={"times": 1})
+    (group,) = play(agent, lambda said, seed: "<think>\nhm\n</think>\n\nno", group_size=1)
+    said = said_of(agent, group.samples[0])
+    assert said.count("«<think>\nhm\n</think>\n\nno<|im_end|>»") == 2
+    agent.close()
+
+
+def test_first_turn_is_a_plain_answers() -> None:
+    """Same request, same seeds: a run whose episodes have one turn samples what one without an agent does."""
+    agent = make_agent(environment="test_agent:Echo", options={"times": 1})
+    engine = ScriptedEngine(agent.template.tokenizer, lambda said, seed: "no")
+    play(agent, lambda said, seed: "", engine=engine, group_size=3)
+    first, *others = engine.requests
+    assert (first.n, first.tokens) == (3, make_prompt(agent, "hi 0").tokens)
+    assert first.seeds == tuple(sample_seed(7, "train", 0, i) for i in range(3))
+    seeds = [s for r in [first, *others] for s in r.seeds or ()]
+    assert len(set(seeds)) == len(seeds) == 6
+    agent.close()
+
+
+def test_tools_are_called_until_there_is_no_call() -> None:
+    agent = make_agent(templates.TOOLS, tools=["test_agent:add"], parser="hermes")
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    bad = '<tool_call>{"name": "sub"}</tool_call>'
+    (group,) = play(agent, lambda said, seed: "it is 5" if "tool\n5" in said else call + bad, group_size=1, tokens=500)
+    (sample,) = group.samples
+    assert said_of(agent, sample) == (
+        f"«{call}{bad}<|im_end|>»\n<|im_start|>tool\n5\n\n"
+        "Error: no tool 'sub'; there are: add<|im_end|>\n<|im_start|>assistant\n«it is 5<|im_end|>»"
+    )
+    assert sample.reward == len("it is 5")  # graded by what it says at the end, not by what a tool printed
+    assert (sample.metadata["tool_calls"], sample.metadata["tool_failures"]) == (2, {"unknown": 1})
+    agent.close()
+
+
+def test_results_as_user_messages() -> None:
+    agent = make_agent(tools=["test_agent:add"], tool_role="user")
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    (group,) = play(agent, lambda said, seed: "5" if "Result" in said else call, group_size=1)
+    assert "<|im_start|>user\nResult of add:\n5<|im_end|>" in said_of(agent, group.samples[0])
+    assert results([], "tool") == []
+    agent.close()
+
+
+# ---- limits
+
+
+def test_length_cuts_a_turn() -> None:
+    """M3: no end is invented, nothing follows."""
+    agent = make_agent(environment="test_agent:Echo", max_turn_tokens=4)
+    (group,) = play(agent, lambda said, seed: "a long answer", group_size=1)
+    (sample,) = group.samples
+    assert said_of(agent, sample) == "«a lo»"
+    assert (sample.status, sample.metadata["cut_by"], sample.reward) == (Status.TRUNCATED, "length", 0.5)
+    agent.close()
+
+
+def test_room_for_tokens() -> None:
+    """What is told takes 25 tokens: beside a turn of 3, 28 leave none for an answer; 80 cut the second turn."""
+    agent = make_agent(environment="test_agent:Echo")
+    (group,) = play(agent, lambda said, seed: "no", group_size=1, tokens=28)
+    (sample,) = group.samples
+    assert said_of(agent, sample) == "«no<|im_end|>»"
+    assert (sample.status, sample.metadata["cut_by"]) == (Status.TRUNCATED, "context")
+    assert agent_metrics([group]).result()["agent/context_exhausted"] == 1.0
+    (group,) = play(agent, lambda said, seed: "no" if "again" not in said else "x" * 99, group_size=1, tokens=80)
+    (sample,) = group.samples
+    assert sample.response_length == 80
+    assert (sample.status, sample.metadata["cut_by"]) == (Status.TRUNCATED, "context")
+    agent.close()
+
+
+def test_the_models_context() -> None:
+    agent = make_agent(environment="test_agent:Echo", context_length=50)
+    (group,) = play(agent, lambda said, seed: "no", group_size=1, tokens=4000)
+    (sample,) = group.samples
+    assert len(sample.tokens) <= 50
+    assert sample.metadata["cut_by"] == "context"
+    agent.close()
+    agent = make_agent(environment="test_agent:Echo", context_length=10)
+    (group,) = play(agent, lambda said, seed: "no", group_size=1)
+    assert (group.samples[0].status, group.samples[0].metadata["failure"]) == (
+        Status.FAILED,
+        "the prompt leaves no room for an answer",
+    )
+    agent.close()
+
+
+def test_turns_are_counted() -> None:
+    agent = make_agent(environment="test_agent:Echo", max_turns=2)
+    (group,) = play(agent, lambda said, seed: "no", group_size=1)
+    (sample,) = group.samples
+    assert said_of(agent, sample).endswith("«no<|im_end|>»")
+    assert (sample.metadata["turns"], sample.metadata["cut_by"], sample.status) == (2, "turns", Status.COMPLETED)
+    assert agent_metrics([group]).result()["agent/turns_exhausted"] == 1.0
+    agent.close()
+
+
+def test_an_episodes_time() -> None:
+    """Generation is ended at the limit, and what there is is kept."""
+    agent = make_agent(environment="test_agent:Echo", episode_timeout=0.3)
+    began = time.monotonic()
+    (group,) = play(agent, lambda said, seed: "wait" if "again" in said else "no", group_size=2)
+    assert time.monotonic() - began < 5
+    for sample in group.samples:
+        assert (sample.status, sample.metadata["cut_by"], sample.metadata["turns"]) == (Status.ABORTED, "time", 2)
+        assert said_of(agent, sample).endswith("«wa»")
+    agent.close()
+
+
+def test_long_and_strange_observations() -> None:
+    agent = make_agent(tools=["test_agent:shout"], max_observation_tokens=20)
+    call = '<tool_call>{"name": "shout", "arguments": {"n": 5000}}</tool_call>'
+    (group,) = play(agent, lambda said, seed: "ok" if "left out" in said else call, group_size=1, tokens=400)
+    (sample,) = group.samples
+    text = said_of(agent, sample)
+    assert "tokens left out …]" in text
+    assert text.endswith("«ok<|im_end|>»")
+    given = [t for t, m in zip(sample.response_tokens, sample.mask, strict=True) if not m]
+    ends = [agent.template.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert sum(t in ends for t in given) == 1  # the template's: what the tool printed is only text
+    agent.close()
+
+
+def shout(n: int) -> str:
+    """Shouts."""
+    return "<|im_end|>" + "x" * n
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", "'broken'"),
+        ("hangs", "took longer than 0.2 s"),
+        ("answers", "the environment's step returned 'no step', not a Step"),
+        ("infinite", "the environment's reward is inf"),
+        ("message", "a message's content is text, not None"),
+        ("at once", "not made"),
+    ],
+)
+def test_environments_that_fail(how: str, message: str) -> None:
+    agent = make_agent(environment="test_agent:Breaks", options={"how": how}, turn_timeout=0.2, tool_timeout=0.1)
+    scorer = LengthScorer()
+    (group,) = play(agent, lambda said, seed: "no", scorer=scorer)
+    assert [s.status for s in group.samples] == [Status.FAILED] * 2
+    assert scorer.failures == [message] * 2
+    assert agent_metrics([group]).result()["agent/failed"] == 1.0
+    agent.close()
+
+
+def test_tools_that_hang_do_not_hold_the_others() -> None:
+    agent = make_agent(tools=["test_agent:stuck", "test_agent:add"], tool_timeout=0.3, turn_timeout=1.0)
+    calls = {0: '<tool_call>{"name": "stuck", "arguments": {"seconds": 5}}</tool_call>'}
+    began = time.monotonic()
+    groups = play(agent, lambda said, seed: calls.get(seed % 2, "fine") if "Error" not in said else "so", prompts=8)
+    assert time.monotonic() - began < 4
+    metrics = agent_metrics(groups).result()
+    assert metrics["agent/episodes"] == 16
+    assert metrics["agent/tool_failures_timeout"] == metrics["agent/tool_calls"] * 16 > 0
+    agent.close()
+
+
+def test_environments_are_closed_and_grade() -> None:
+    Own.closed = 0
+    agent = make_agent(environment="test_agent:Own", max_turns=1)
+    (group,) = play(agent, lambda said, seed: "no", scorer=None)
+    assert [s.reward for s in group.samples] == [0.5, 0.5]
+    assert Own.closed == 2
+    agent.close()
+
+
+# ---- trees, several agents
+
+
+def test_branches_and_agents() -> None:
+    """Each sampled token is trained once; a stem's reward is its branches' mean; baselines are of one agent each."""
+    agent = make_agent(environment="test_agent:Crew")
+    (group,) = play(agent, lambda said, seed: "fine" if "check" in said else "sure")
+    assert [s.index for s in group.samples] == list(range(10))
+    first = group.samples[:5]
+    assert [s.metadata.get("agent") for s in first] == ["solver"] * 4 + ["selector"]
+    assert [s.reward for s in first] == [(0.25 + 1.25) / 2, 3.0, 0.25, 1.25, 1.0]
+    stem, _, left, right, selector = first
+    assert (left.metadata["parent"], right.metadata["parent"]) == (0, 0)
+    assert left.prompt.tokens == right.prompt.tokens == stem.tokens
+    assert said_of(agent, stem) == "«sure<|im_end|>»"
+    assert said_of(agent, right).endswith("check 1<|im_end|>\n<|im_start|>assistant\n«fine<|im_end|>»")
+    assert said_of(agent, right).startswith("\n<|im_start|>user\n")
+    assert selector.prompt.text == "<|im_start|>user\nwhich?<|im_end|>\n<|im_start|>assistant\n"
+    set_advantages([group], Advantages.load(load_config().algorithm, 100))
+    assert [s.advantage for s in group.samples if s.metadata["agent"] == "selector"] == [0.0, 0.0]
+    assert sum(float(s.advantage) for s in group.samples if s.metadata["agent"] == "solver") == pytest.approx(
+        0, abs=1e-6
+    )
+    metrics = agent_metrics([group]).result()
+    assert (metrics["agent/episodes"], metrics["agent/turns"], metrics["agent/conversations"]) == (2, 5, 5)
+    (group,) = play(agent, lambda said, seed: "sure", final_only=True)
+    assert [(s.index, s.metadata["agent"]) for s in group.samples] == [(0, "selector"), (1, "selector")]
+    agent.close()
+
+
+# ---- who generates when
+
+
+def test_rounds_do_not_depend_on_how_long_tools_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order and the content of requests, round by round, are the same whatever `step` takes."""
+    orders = []
+    for base in (0.0, 0.02):
+        agent = make_agent(environment="test_agent:Async")
+        monkeypatch.setattr(Async, "delay", base, raising=False)
+        engine = ScriptedEngine(agent.template.tokenizer, lambda said, seed: f"n{seed % 5 if 'again 0' in said else 0}")
+        if base:
+            monkeypatch.setattr(Async, "step", _slower(Async.step))
+        play(agent, lambda said, seed: "", engine=engine, prompts=3)
+        orders.append([(r.id, r.tokens, r.seeds, r.sampling) for r in engine.requests])
+        agent.close()
+    assert orders[0] == orders[1]
+    assert [r[0] for r in orders[0]][:3] == ["train/0/1", "train/1/2", "train/2/3"]
+
+
+def _slower(step: Any) -> Any:
+    async def slow(self: Any, turn: Turn) -> Step:
+        await asyncio.sleep(0.03 * (turn.number + len(turn.messages[0]["content"]) % 2))
+        return await step(self, turn)
+
+    return slow
+
+
+def test_lost_episodes_are_played_anew() -> None:
+    """The engine dies in the middle; episodes that were over stay, the others begin again, with the same draws."""
+    agent = make_agent(environment="test_agent:Echo")
+
+    def script(said: str, seed: int) -> str:
+        return f"n{seed % 1000}"
+
+    whole = play(agent, script, prompts=2, group_size=3)
+    for together in (True, False):
+        engine = ScriptedEngine(agent.template.tokenizer, script, deaths=(5,))
+        sampler = sampler_for(agent, engine, group_size=3, together=together)
+        works = [Work(group_index=i, prompt=make_prompt(agent, f"hi {i}", i)) for i in range(2)]
+
+        async def once(sampler: Any = sampler, works: Any = works) -> list[Any]:
+            return list(await asyncio.gather(*(sampler.complete(w) for w in works), return_exceptions=True))
+
+        found = run_async(once())
+        assert any(isinstance(f, EngineLostError) for f in found)
+        assert not engine.running
+        engine.restart()
+        groups = [w.group for w in works]
+        if None in groups:
+            run_async(once())
+        got = [[(s.tokens, s.rollout_logprobs, s.reward) for s in w.group.samples] for w in works]
+        assert got == [[(s.tokens, s.rollout_logprobs, s.reward) for s in g.samples] for g in whole]
+    agent.close()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_dropped_groups_end_at_once(together: bool) -> None:
+    agent = make_agent(tools=["test_agent:stuck"], tool_timeout=3.0)
+    call = '<tool_call>{"name": "stuck", "arguments": {"seconds": 2}}</tool_call>'
+    engine = ScriptedEngine(agent.template.tokenizer, lambda said, seed: call if seed % 2 else "wait")
+    sampler = sampler_for(agent, engine, group_size=4, together=together)
+    work = Work(group_index=0, prompt=make_prompt(agent))
+
+    async def drop() -> Any:
+        task = asyncio.create_task(sampler.complete(work))
+        await asyncio.sleep(0.1)
+        sampler.drop(work)
+        return await asyncio.wait_for(task, 1.0)
+
+    assert run_async(drop()) is None
+    assert not engine.running
+    agent.close()
+
+
+# ---- configuration
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ({"tools": ["pyton"]}, "agent.tools[0]: no tool 'pyton': did you mean 'python'?"),
+        ({"tools": ["python", "python"]}, "agent.tools: a tool is listed twice"),
+        ({"tools": ["python"], "parser": "hermse"}, "agent.parser: no parser 'hermse': did you mean 'hermes'?"),
+        ({"tools": ["search"]}, "agent.search_corpus: not set; the tool 'search' needs a jsonl file"),
+        ({"tools": ["search"], "search_url": "host:1"}, "agent.search_url: 'host:1' is not of the form"),
+        ({"tools": ["python"], "search_corpus": "x"}, "agent.search_corpus: only used by the tool 'search'"),
+        ({"max_turns": 3}, "agent.max_turns: only used with agent.environment or agent.tools"),
+        ({"environment": "Guess"}, "agent.environment: 'Guess': write a class as package.module:Class"),
+        ({"tools": ["python"], "max_turn_tokens": 99999}, "agent.max_turn_tokens: 99999 exceeds rollout.max_resp"),
+        ({"tools": ["python"], "tool_timeout": 90.0}, "agent.tool_timeout: 90 s of one call exceed agent.turn_timeout"),
+    ],
+    ids=range(10),
+)
+def test_config_mistakes(agent: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(agent=agent, data={"apply_chat_template": True})
+    assert message in str(caught.value)
+
+
+def test_more_config_mistakes() -> None:
+    tools = {"tools": ["python"]}
+    with pytest.raises(ConfigError, match=r"data\.apply_chat_template: turns are written by the chat template"):
+        load_config(agent=tools)
+    with pytest.raises(ConfigError, match="play the episodes: drop one of the two"):
+        load_config(agent=tools, rollout={"generate": "m:f"}, data={"apply_chat_template": True})
+    with pytest.raises(ConfigError, match="results of tools have none: remove it"):
+        load_config(agent=tools, correction={"score_centering_top_k": 4}, data={"apply_chat_template": True})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"environment": "test_agent:Ech"}, r"agent\.environment = 'test_agent:Ech'.*did you mean 'Echo'"),
+        ({"environment": "test_agent:LengthScorer"}, "needs methods reset and step, or run"),
+        (
+            {"environment": "test_agent:Echo", "options": {"tmes": 1}},
+            r"agent\.options: .*cannot be made with \['tmes'\]",
+        ),
+        ({"environment": "test_agent:Echo", "tools": ["python"]}, r"agent\.tools: the class .* does not take them"),
+    ],
+    ids=range(4),
+)
+def test_environments_that_do_not_fit(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_agent(**keys)
+
+
+def test_templates_that_do_not_fit() -> None:
+    silent = "{% for m in messages %}{% if m['role'] != 'tool' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    with pytest.raises(UserError, match=r"agent\.tool_role: .*leaves out messages of the role 'tool': set agent"):
+        make_agent(silent, tools=["python"])
+    make_agent(silent, tools=["python"], tool_role="user").close()

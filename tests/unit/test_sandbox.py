@@ -1,0 +1,173 @@
+"""A model's Python code behind limits: whatever it does, it ends in time, is named, and leaves no process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from lightrl.config.schema import SandboxConfig
+from lightrl.rewards import sandbox as sandbox_module
+from lightrl.rewards.sandbox import Ran, Sandbox
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox's limits are Linux's")
+LIMITS = SandboxConfig(timeout=1.0, memory_mib=512, file_mib=1, processes=8, output_kib=16, concurrency=4)
+
+ORPHAN = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(0)
+print("parent")
+"""
+BOMB = """
+import os, time
+while True:
+    try:
+        os.fork()
+    except OSError:
+        time.sleep(0.01)
+"""
+
+
+def processes() -> list[int]:
+    """Of any sandbox: forked ones keep their command line."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "status"]):
+        if any(str(sandbox_module._CHILD) == word for word in process.info["cmdline"] or ()):
+            found.append(process.info["pid"])
+    return found
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    for _ in range(300):
+        if holds():
+            return
+        time.sleep(0.03)
+    pytest.fail(f"processes of the sandbox: {processes()}")
+
+
+@pytest.fixture(params=[True, False], ids=["namespaces", "without"])
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    sandbox = Sandbox(LIMITS, namespaces=request.param)
+    yield sandbox
+    sandbox.close()
+    assert processes() == []
+
+
+def test_code_runs(sandbox: Sandbox) -> None:
+    code = "import os, sys\nx = sys.stdin.read()\nprint(x, sorted(os.environ), os.listdir('.'))"
+    code += "\nprint('e', file=sys.stderr)"
+    ran = sandbox.run_sync(code, stdin="in")
+    assert (ran.kind, ran.exit_code, ran.stderr) == ("ok", 0, "e\n")
+    assert ran.stdout in ("in [] []\n", "in ['LC_CTYPE'] []\n")  # Python's own, where the locale is C's
+    assert sandbox.run_sync("6 * 7", echo=True).stdout == "42\n"
+    assert sandbox.run_sync("6 * 7").stdout == ""
+    script = "if __name__ == '__main__':\n    def f(n): return n and n * f(n - 1)\n    print(f(3), __file__)"
+    assert sandbox.run_sync(script).stdout == "0 code.py\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "says"),
+    [
+        ("while True: pass", "timeout", ""),
+        ("import signal\nfor s in range(1, 32):\n  try: signal.signal(s, signal.SIG_IGN)\n  except OSError: pass\n"
+         "while True: pass", "timeout", ""),
+        ("while True: print('x' * 1000)", "output", "xxx"),
+        ("1 / 0", "error", 'File "code.py", line 1'),
+        ("print(", "error", "SyntaxError"),
+        ("import sys; print('so'); sys.exit(3)", "error", "so"),
+        ("raise BaseException('odd')", "error", "odd"),
+        ("x = bytearray(4 << 30)", "memory", "MemoryError"),
+        ("import os; os.abort()", "killed", ""),
+        ("import sys; sys.stdout.buffer.write(bytes(range(256)))", "binary", ""),
+        ("open('f', 'wb').write(bytes(3 << 20))", "error", "OSError"),
+        ("import socket; socket.create_connection(('127.0.0.1', PORT), 0.5)", "error", "Error"),
+        ("import os; os._exit(0)", "ok", ""),
+        ("def f(): f()\nf()", "error", "RecursionError"),
+    ],
+    ids=lambda value: value[:24].replace("\n", " ") if isinstance(value, str) else "",
+)  # fmt: skip
+def test_misbehaviour_is_named(sandbox: Sandbox, code: str, kind: str, says: str) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:  # there is somebody to connect to
+        ran = sandbox.run_sync(code.replace("PORT", str(server.getsockname()[1])))
+    assert ran.kind == kind, ran
+    assert says in ran.stdout + ran.stderr
+    assert len(ran.stdout) + len(ran.stderr) <= 16 * 1024
+    assert ran.ok == (kind == "ok")
+
+
+@pytest.mark.parametrize("code", [ORPHAN, BOMB, "import os\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)"])
+def test_no_process_is_left(sandbox: Sandbox, code: str) -> None:
+    ran = sandbox.run_sync(code)
+    assert processes() == []
+    if code is ORPHAN:
+        assert (ran.kind, ran.stdout) == ("ok", "parent\n")
+    elif code is BOMB:
+        assert ran.kind in ("timeout", "killed")
+
+
+def test_it_cannot_write_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
+    sandbox = Sandbox(LIMITS)
+    target = tmp_path_factory.mktemp("mine") / "file"
+    ran = sandbox.run_sync(f"open({str(target)!r}, 'w').write('x')")
+    if ran.isolation != "namespaces":
+        pytest.skip(f"no namespaces here: {ran.isolation}")
+    assert ran.kind == "error"
+    assert not target.exists()
+    sees = "print(os.getpid() < 10, len([p for p in os.listdir('/proc') if p.isdigit()]) < 10)"
+    assert sandbox.run_sync(f"import os\n{sees}").stdout == "True True\n"
+    assert sandbox.run_sync("import os\nos.setgroups([0])").kind == "error"  # no rights are left, not even root's
+
+
+def test_running_code_ends_with_the_sandbox() -> None:
+    sandbox, found = Sandbox(SandboxConfig(timeout=60.0)), []
+
+    def run() -> None:
+        found.append(sandbox.run_sync("while True: pass"))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_for(lambda: bool(processes()))
+    sandbox.close()
+    thread.join(30)
+    assert [r.kind for r in found] == ["timeout"] or [r.kind for r in found] == ["killed"]
+    assert processes() == []
+    with pytest.raises(RuntimeError, match="the sandbox is closed"):
+        sandbox.run_sync("1")
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_running_code_ends_with_the_trainer(namespaces: bool) -> None:
+    """The process that started it is killed: nothing is left to end it but the kernel."""
+    host = os.fork()
+    if host == 0:
+        code = "import os\nif os.fork() == 0:\n    os.setsid()\n    os.fork()\nwhile True: pass"
+        Sandbox(SandboxConfig(timeout=60.0), namespaces=namespaces).run_sync(code)
+        os._exit(0)
+    wait_for(lambda: len(processes()) >= 4)
+    os.kill(host, 9)
+    os.waitpid(host, 0)
+    wait_for(lambda: not processes())
+
+
+def test_many_at_once() -> None:
+    sandbox = Sandbox(LIMITS)
+
+    async def work() -> list[Ran]:
+        codes = ["print(1)", "1 / 0", "while True: print('x' * 999)"] * 3
+        return list(await asyncio.gather(*(sandbox.run(code) for code in codes)))
+
+    assert [ran.kind for ran in asyncio.run(work())] == ["ok", "error", "output"] * 3
+    assert processes() == []
+    assert sandbox.run_sync("\ud800").kind == "error"
