@@ -350,11 +350,10 @@ def _train_offline(ctx: typer.Context, command: str) -> None:
 
 def _offline(config: Config, command: str) -> None:
     trainer: OfflineTrainer[Any] | None = None
-
-    def where() -> str:
-        return _where(config, trainer, None if trainer is None else trainer.total_steps)
-
-    with ending.told_when_stopped(where), ending.full_disk_told():
+    with (
+        ending.told_when_stopped(lambda: _where(config, trainer, None if trainer is None else trainer.total_steps)),
+        ending.full_disk_told(),
+    ):
         from lightrl.distributed.mesh import close_world
         from lightrl.training import dpo, reward_model, sft
 
