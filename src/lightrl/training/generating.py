@@ -29,6 +29,7 @@ def without_training(config: Config) -> Config:
         critic=CriticConfig(),
         critic_optim=CriticOptimConfig(),
         eval=EvalConfig(),
+        rollout=replace(config.rollout, schedule="sync", max_staleness=None, partial="drop"),
         debug=replace(config.debug, rollouts=None),
     )
 
