@@ -173,9 +173,9 @@ class RolloutConfig:
     """Prompts drawn at once with a `filter`; what is not needed is aborted and comes again in the next step. Default:
     `prompts_per_step`."""
     schedule: Literal["sync", "one_step_off", "async"] = "sync"
-    """When samples are drawn: `sync`: before each step, by its weights; `one_step_off`: while the step before is trained
-    on, by its weights; `async`: all the time, and new weights take over in the middle of answers
-    (docs/rollouts.md)."""
+    """When samples are drawn. `sync`: before each step, by its weights. `one_step_off`: while the step before is being
+    trained on, by the weights that it began with. `async`: all the time; new weights take over in the middle of
+    answers (docs/rollouts.md)."""
     max_staleness: Count | None = None
     """`async`, `partial`: policy versions between a sample's oldest token and the weights that it is trained on, at
     most; 0 is as `sync`. Default: 1."""

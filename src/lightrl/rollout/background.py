@@ -46,6 +46,7 @@ class Background:
         try:
             while not wait([future], _LOOK).done:
                 if self._ended.done():
+                    work.close()
                     cause = self._ended.exception()
                     raise RuntimeError(f"the thread that generates has ended: {cause!r}") from cause
             return future.result()

@@ -87,6 +87,10 @@ class PausableEngine:
     def policy_version(self) -> int:
         return self.inner.policy_version
 
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self.inner.policy_version = version
+
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """All `n` answers of one request, in order, whatever pauses there are in between."""
         if request.id in self._calls:

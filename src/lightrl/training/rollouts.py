@@ -101,7 +101,7 @@ class CarriedRollouts:
         return CarriedCollection(
             sampler=self._sampler,
             carry=self._carry,
-            num_steps=rollout.staleness,
+            num_steps=min(rollout.staleness, steps_left),
             num_begun=min(rollout.staleness, steps_left) if self._beside else 0,
             keep_done=rollout.partial != "mask",
             run_on=self.run,
