@@ -1,4 +1,4 @@
-"""Rollouts beside training on two ranks: servers that get their weights under running requests, and embedded engines."""
+"""Rollouts beside training on two ranks: servers whose weights change under requests, and embedded engines."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_two_ranks_with_servers_and_with_embedded_engines(tmp_path: Path, server
 
     for name in "bc":
         (tmp_path / name).mkdir()
-    run_distributed(two_runs, 2, tmp_path, server)
+    run_distributed(two_runs, 2, tmp_path, server, timeout=240)
     # servers: every prompt in its order, and nothing older than allowed, though answers outlived their weights
     rows = rows_of(tmp_path / "a", 2)
     assert [(row[1], row[3]) for row in rows] == [(group, i) for group in range(20) for i in range(4)]

@@ -12,10 +12,10 @@ from tiny_run import count_letter
 
 from lightrl.config.load import load_config
 from lightrl.distributed.mesh import close_world
-from lightrl.engine.base import GenerateRequest, SamplingParams
+from lightrl.engine.base import Completion, GenerateRequest, SamplingParams
 from lightrl.errors import UserError
 from lightrl.rollout.background import Background
-from lightrl.rollout.pausable import PausableEngine
+from lightrl.rollout.pausable import PausableEngine, joined
 from lightrl.sync.weights import sync_weights
 from lightrl.training.rollouts import check_staleness, mask_older, versions_of
 from lightrl.training.trainer import Trainer
@@ -215,6 +215,21 @@ def test_a_paused_answer_goes_on_as_if_there_had_been_no_pause(trainer_for):
         assert [c.tokens for c in asyncio.run(answers(PausableEngine(trainer.engine), 6, stop))] == [
             c.tokens for c in whole
         ]
+
+
+def test_parts_of_an_answer_are_joined():
+    first = Completion(tokens=[5, 6], logprobs=[-1.0, -2.0], status=Status.ABORTED, policy_versions=[3])
+    nothing = Completion(tokens=[], logprobs=[], status=Status.ABORTED, policy_versions=[])
+    last = Completion(tokens=[7, 8, 9], logprobs=[-0.5] * 3, status=Status.TRUNCATED, policy_versions=[5])
+    whole = joined(joined(joined(nothing, first), nothing), last)
+    assert (whole.tokens, whole.logprobs) == ([5, 6, 7, 8, 9], [-1.0, -2.0, -0.5, -0.5, -0.5])
+    assert (whole.policy_versions, whole.version_tokens) == ([3, 5], [2, 3])
+    assert whole.status is Status.TRUNCATED
+    same = joined(first, Completion(tokens=[4], logprobs=[-3.0], status=Status.COMPLETED, policy_versions=[3]))
+    assert (same.policy_versions, same.version_tokens) == ([3], [3])
+    routing = [torch.full((rows, 1, 2), value, dtype=torch.uint8) for rows, value in ((3, 1), (5, 2))]
+    first.routing, last.routing = routing
+    assert joined(first, last).routing[:, 0, 0].tolist() == [1, 1, 1, 2, 2]
 
 
 def test_an_aborted_request_returns_what_it_had_while_paused(trainer_for):

@@ -215,7 +215,7 @@ def joined(first: Completion | None, rest: Completion) -> Completion:
     if first is None or not first.tokens:
         return rest
     versions: dict[int, int] = {}
-    for part in (first, rest):
+    for part in (first, rest) if rest.tokens else (first,):  # ended again before it had begun
         for version, count in zip(part.policy_versions, part.version_tokens or [len(part.tokens)], strict=True):
             versions[version] = versions.get(version, 0) + count
     routing = first.routing
