@@ -71,7 +71,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="a GPU: a row to train on; a microbatch of a step")
     parser.add_argument("--repeats", type=int, default=5, help="measured syncs, and updates")
     parser.add_argument("--dense", default="Qwen3-4B:1:2:4:8,Qwen3-8B:2:4:8", help="SHAPE:GPUS:GPUS…, up to --gpus")
-    parser.add_argument("--kill-layers", type=int, default=4, help="of the model whose ranks are killed")
+    parser.add_argument("--kill-layers", type=int, default=2, help="of the model whose ranks are killed")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
 
 
