@@ -1,10 +1,10 @@
-"""A mixture of experts of Qwen3-30B-A3B's shape on the GPUs of one machine, random weights: whole GRPO steps, weight sync,
-training, ranks that are killed; and how dense models scale.
+"""A mixture of experts of Qwen3-30B-A3B's shape on the GPUs of one machine, random weights: whole GRPO steps, weight
+sync, training, ranks that are killed; and how dense models scale.
 
 Parts, each a torchrun job of its own (`--parts`), all with FSDP2 and experts over `--expert-parallel` ranks:
 
-- step: `Trainer.step` with SGLang on the same GPUs, engines over `--tensor-parallel` of them: seconds by stage, tokens of
-  prompts and answers a second, memory by stage, the share that neither generates nor trains;
+- step: `Trainer.step` with SGLang on the same GPUs, engines over `--tensor-parallel` of them: seconds and memory by
+  stage, tokens of prompts and answers a second, the share that neither generates nor trains;
 - sync: `load_groups` from float32 shards into these engines, all values compared at the first;
 - train: `parallel_step` on one row of `--tokens` a GPU;
 - scaling: `weak_scaling` of the dense shapes in `--dense`, ours alone;
@@ -44,6 +44,7 @@ import weak_scaling  # noqa: E402
 PACKAGES = ("transformers", "triton", "sglang")
 PARTS = ("step", "sync", "train", "scaling", "kill")
 LAYERS = {"Qwen3-30B-A3B": 48, "tiny": 2}
+OVERHEAD = 0.05  # of a step, at most
 NVLINK = 450e9  # bytes a second that a GPU receives
 SYNC_PEERS = {"slime, published, 8 x H100": [7000.0], "NeMo-RL, published": [740.0, 1000.0]}
 TRAIN_PEER = ("prime-rl, published", 4400.0)
@@ -146,7 +147,9 @@ def run_step(args: argparse.Namespace) -> list[dict[str, Any]]:
     middle = {k: statistics.median(s[k] for s in steps) for k in ("generate", "train", "sync", "total")}
     note = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in middle.items())
     shares = [r / s["total"] for r, s in zip(rest, steps, strict=True)]
-    rows = [common.result_row(f"{case}: neither generates nor trains", "of the step", shares, better="lower", note=note)]
+    rows = [
+        common.result_row(f"{case}: neither generates nor trains", "of the step", shares, better="lower", note=note)
+    ]
     for stage in ("generate", "train", "sync", "total"):
         seconds = [s[stage] for s in steps]
         rows.append(common.result_row(f"{case}: {stage}", "s", seconds, better="lower"))
@@ -164,11 +167,12 @@ def run_sync(args: argparse.Namespace) -> list[dict[str, Any]]:
         measured = measured_of(settings)
     how = f"engines over {args.tensor_parallel}{', experts spread' if args.engine_experts else ''}"
     case = f"{case_of(args)}, {how}, {measured['bytes'] / 1e9:.2f} GB: sync"
-    floor = 1e3 * measured["bytes"] * (args.gpus - 1) / args.gpus / NVLINK
+    part = 1e3 * measured["bytes"] / args.gpus / NVLINK
+    floor = part * (args.gpus - 1)
     note = (
         f"values compared bit by bit at the first: {measured['compared']:,}; the first, with buffers and comparison, "
-        f"{measured['first']:.0f} ms; at NVLink's rate {floor:.0f} ms, as each GPU gets all weights, {floor / 7:.0f} "
-        "for an eighth each; aim: at most 500 ms"
+        f"{measured['first']:.0f} ms; at NVLink's rate {floor:.0f} ms, as each GPU gets all weights; {part:.0f} if it "
+        "got its share alone; aim: at most 500 ms"
     )
     limit = round(floor, 2)
     peers: dict[str | None, list[float]] = {**SYNC_PEERS} if is_whole(args) else {None: []}
@@ -349,12 +353,12 @@ def measure_step(settings: dict[str, Any]) -> None:
 
 def measure_sync(settings: dict[str, Any]) -> None:
     import torch
+    from weight_sync import sum_bytes
 
     from lightrl.config.schema import EngineConfig, ModelConfig, SyncConfig
     from lightrl.distributed.mesh import consecutive_group, init_world
     from lightrl.engine.sglang import Model, SGLangEngine
     from lightrl.training.policy import Policy
-    from weight_sync import sum_bytes
 
     world = init_world("auto", expert_parallel=settings["expert_parallel"])
     cuda, folder, ranks = world.device.type == "cuda", Path(settings["folder"]), settings["tensor_parallel"]
