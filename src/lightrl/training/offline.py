@@ -41,7 +41,10 @@ from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.training.value_model import ValueModel
 from lightrl.types import Microbatch
 
-_OF_RL = "reward rollout agent sandbox engine sync algorithm correction teacher critic critic_optim dump debug".split()
+_OF_RL = (
+    "reward", "rollout", "agent", "sandbox", "engine", "sync", "algorithm", "correction", "teacher", "critic",
+    "critic_optim", "dump", "debug",
+)  # fmt: skip
 _KEYS_OF_RL = ("run.on_step", "eval.url", "log.timeline_steps", "log.profile_steps")
 _COMMANDS = ("sft", "dpo", "rm")
 _EVAL_BATCH = 256  # rows of a set that are planned and packed together
@@ -353,7 +356,7 @@ def _count(tally: Tally, means: Mapping[str, Mean], counts: Mapping[str, int], p
 def unused_settings(config: Config, command: str) -> list[str]:
     """Sections and keys that are set, and that `lightrl COMMAND` makes nothing of: one file may serve several."""
     default = Config()
-    others = _OF_RL + [name for name in _COMMANDS if name != command]
+    others = (*_OF_RL, *(name for name in _COMMANDS if name != command))
     keys = [key.split(".") for key in _KEYS_OF_RL]
     return [f"[{name}]" for name in others if getattr(config, name) != getattr(default, name)] + [
         f"{section}.{key}"
