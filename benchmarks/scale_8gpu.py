@@ -146,7 +146,9 @@ def run_step(args: argparse.Namespace) -> list[dict[str, Any]]:
     middle = {k: statistics.median(s[k] for s in steps) for k in ("generate", "train", "sync", "total")}
     note = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in middle.items())
     shares = [r / s["total"] for r, s in zip(rest, steps, strict=True)]
-    rows = [common.result_row(f"{case}: neither generates nor trains", "of the step", shares, better="lower", note=note)]
+    rows = [
+        common.result_row(f"{case}: neither generates nor trains", "of the step", shares, better="lower", note=note)
+    ]
     for stage in ("generate", "train", "sync", "total"):
         seconds = [s[stage] for s in steps]
         rows.append(common.result_row(f"{case}: {stage}", "s", seconds, better="lower"))
@@ -349,12 +351,12 @@ def measure_step(settings: dict[str, Any]) -> None:
 
 def measure_sync(settings: dict[str, Any]) -> None:
     import torch
+    from weight_sync import sum_bytes
 
     from lightrl.config.schema import EngineConfig, ModelConfig, SyncConfig
     from lightrl.distributed.mesh import consecutive_group, init_world
     from lightrl.engine.sglang import Model, SGLangEngine
     from lightrl.training.policy import Policy
-    from weight_sync import sum_bytes
 
     world = init_world("auto", expert_parallel=settings["expert_parallel"])
     cuda, folder, ranks = world.device.type == "cuda", Path(settings["folder"]), settings["tensor_parallel"]

@@ -59,7 +59,9 @@ def start(folder: Path) -> Iterator[Callable[..., list[tuple[int | None, str]]]]
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         outputs = [folder / f"{name}_{rank}.txt" for rank in range(size)]
         ranks = [
-            context.Process(target=as_rank, args=(rank, size, store.port, str(outputs[rank]), str(folder), target, args))
+            context.Process(
+                target=as_rank, args=(rank, size, store.port, str(outputs[rank]), str(folder), target, args)
+            )
             for rank in range(size)
         ]
         alive.extend(ranks)
@@ -200,7 +202,10 @@ def test_ranks_are_killed_and_four_go_on(folder: Path, start: Callable[..., Any]
     ranks = start("training", 8, lose_a_rank_in_training, other)
     check_end(folder, ranks)
     check_engines(folder, 2, 1, spread=False)
-    assert sorted(path.name for path in (folder / "run" / "checkpoints").glob("step_*")) == ["step_000001", "step_000002"]
+    assert sorted(path.name for path in (folder / "run" / "checkpoints").glob("step_*")) == [
+        "step_000001",
+        "step_000002",
+    ]
 
     four = BASE | {"engine": BASE["engine"] | {"tensor_parallel": 2, "args": {"ep_size": 2}}}
     ranks = start("four", 4, go_on, four)
