@@ -35,7 +35,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--repeats", type=int, default=7, help="measured steps of each, taking turns")
     parser.add_argument("--gpus", default="1,2", help="numbers of ranks; the first is what others are held against")
     parser.add_argument(
-        "--peer", default="stock", choices=("stock", "none"), help="none: ours alone, which takes half the memory"
+        "--peer", default="stock", choices=("stock", "none"), help="none: ours alone, in half the memory"
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
 
