@@ -24,6 +24,8 @@ PRELOADED = [
     "lightrl.training.trainer",
     "lightrl.training.sft",
     "lightrl.engine.transformers",
+    "lightrl.engine.sglang",
+    "lightrl.engine.sglang_server",
     "torch.distributed.checkpoint",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
