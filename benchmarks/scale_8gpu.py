@@ -1,10 +1,10 @@
-"""A mixture of experts of Qwen3-30B-A3B's shape on the GPUs of one machine, random weights: whole GRPO steps, weight sync,
-training, ranks that are killed; and how dense models scale.
+"""A mixture of experts of Qwen3-30B-A3B's shape on the GPUs of one machine, random weights: whole GRPO steps, weight
+sync, training, ranks that are killed; and how dense models scale.
 
 Parts, each a torchrun job of its own (`--parts`), all with FSDP2 and experts over `--expert-parallel` ranks:
 
-- step: `Trainer.step` with SGLang on the same GPUs, engines over `--tensor-parallel` of them: seconds by stage, tokens of
-  prompts and answers a second, memory by stage, the share that neither generates nor trains;
+- step: `Trainer.step` with SGLang on the same GPUs, engines over `--tensor-parallel` of them: seconds by stage, tokens
+  of prompts and answers a second, memory by stage, the share that neither generates nor trains;
 - sync: `load_groups` from float32 shards into these engines, all values compared at the first;
 - train: `parallel_step` on one row of `--tokens` a GPU;
 - scaling: `weak_scaling` of the dense shapes in `--dense`, ours alone;
