@@ -8,7 +8,6 @@ is this process's, as it is the agent's under torchrun. In place of SGLang stand
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ import pytest
 import sglang_receiving
 import tiny_run
 import torch
+from ranks import preloaded
 
 DYING, TIMEOUT = 5, 90.0
 HEADS = {"heads": 8, "kv_heads": 2}
@@ -51,8 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def start(folder: Path) -> Iterator[Callable[..., list[tuple[int | None, str]]]]:
     """`start(name, size, target, *args)`: exit code and output of each rank; ranks that are not over have None."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightrl.training.trainer", "lightrl.engine.sglang", "tiny_run"])
+    context = preloaded()
     alive: list[Any] = []
 
     def run(name: str, size: int, target: Callable[..., None], *args: Any) -> list[tuple[int | None, str]]:
