@@ -1,7 +1,7 @@
 """The topology of a run on eight GPUs, on eight gloo ranks: experts over ranks beside FSDP2, engines of four ranks with
 a part of the weights each, ranks that are killed, and the end of it on four.
 
-Ranks are forks, as in `ranks.py`, but nobody ends those that wait for one that is gone: each has to end by itself, and a
+Ranks are forks, as in `ranks.py`, but nobody ends those that wait for one that is gone: each has to end by itself, with a
 file for what it says. In place of SGLang stands `sglang_receiving`.
 """
 
