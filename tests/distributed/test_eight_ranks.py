@@ -23,7 +23,7 @@ import tiny_run
 import torch
 from ranks import preloaded
 
-DYING, TIMEOUT = 5, 90.0
+DYING, TIMEOUT = 5, 240.0  # more than a busy machine takes
 HEADS = {"heads": 8, "kv_heads": 2}
 SIGNS = (f"rank {DYING} left the job", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 BASE: dict[str, Any] = {
