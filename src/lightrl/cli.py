@@ -25,8 +25,8 @@ _CONFIG_ARGS = "[TOML ...] [--section.key value ...]"
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _CONFIG_EPILOG = (
     "`lightrl config list` shows every key with its type, default and meaning. Sections: run, model, data, reward, "
-    "rollout, agent, sandbox, engine, sync, algorithm, correction, teacher, lora, sft, dpo, rm, optim, critic, "
-    "critic_optim, parallel, checkpoint, eval, log, dump, debug. "
+    "rollout, agent, endpoint, sandbox, engine, sync, algorithm, correction, teacher, lora, sft, dpo, rm, optim, "
+    "critic, critic_optim, parallel, checkpoint, eval, log, dump, debug. "
     "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )
 
@@ -282,6 +282,7 @@ def _load(
             "advantage",
             "loss",
             "generate",
+            "function",
             "map",
             "on_step",
         ):  # their other names are known to the config itself
