@@ -67,7 +67,8 @@ RULES = {
     "lightrl.observe lightrl.rewards lightrl.rollout lightrl.training.hooks lightrl.types | tokenizers transformers",
     "training": f"torch transformers safetensors numpy {LIBRARY} lightrl.threads | lightrl.engine filelock",
 }
-# torchrun's variables; SGLang's; its servers' key, an evaluator's, the endpoint's; who prints an error before torch; OMP_WAIT_POLICY.
+# torchrun's variables; SGLang's; its servers' key, an evaluator's; the endpoint's, and what its agents
+# inherit; who prints an error before torch; OMP_WAIT_POLICY.
 MAY_READ_ENVIRONMENT = {
     *(
         "distributed/mesh.py",

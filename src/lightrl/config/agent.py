@@ -63,6 +63,11 @@ class AgentConfig:
         """Whether rollouts have turns."""
         return bool(self.environment or self.tools)
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether a program outside plays the episodes."""
+        return self.environment == OUTSIDE
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SandboxConfig:

@@ -16,7 +16,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from lightrl import hooks
-from lightrl.config.endpoint import OUTSIDE
 from lightrl.config.schema import AgentConfig, EndpointConfig, SandboxConfig
 from lightrl.engine.base import EngineLostError
 from lightrl.errors import UserError
@@ -95,8 +94,7 @@ def load_agent(
     """
     if not config.enabled:
         return None
-    is_outside = config.environment == OUTSIDE
-    environment = _load_environment(config) if config.environment and not is_outside else None
+    environment = _load_environment(config) if config.environment and not config.is_outside else None
     tools = load_tools(config, sandbox)
     roles = ["user", *([config.tool_role] if config.tools else [])]
     remedy = ": set agent.tool_role = 'user'" if config.tools and config.tool_role == "tool" else ""
@@ -112,12 +110,12 @@ def load_agent(
         parser=load_parser(config, tools.definitions),
         context_length=context_length,
     )
-    if not is_outside:
+    if not config.is_outside:
         return agent
     from lightrl.rollout.endpoint import OutsideAgents
 
-    about = {"model": model, "graded": graded, "rank": rank}
-    outside = OutsideAgents(endpoint or EndpointConfig(), config, template, agent.caller, **about)
+    settings = endpoint or EndpointConfig()
+    outside = OutsideAgents(settings, config, template, agent.caller, model=model, graded=graded, rank=rank)
     return replace(agent, environment=outside, outside=outside)
 
 

@@ -150,8 +150,8 @@ class Session:
             asked, ours = getattr(request, name), getattr(sampling, name)
             if asked is not None and asked != ours:
                 text = (
-                    f"{name} = {asked:g}: the run trains what is sampled at rollout.{name} = {ours:g}; leave it out, or "
-                    "set endpoint.foreign_sampling = 'ignore'"
+                    f"{name} = {asked:g}: the run trains what is sampled at rollout.{name} = {ours:g}; leave it out, "
+                    "or set endpoint.foreign_sampling = 'ignore'"
                 )
                 raise ApiError(400, text, param=name, code="unsupported_value")
 
@@ -305,7 +305,8 @@ class Session:
 
     def _written(self, messages: list[Message]) -> list[Message]:
         """As they are rendered: nothing that users and tools wrote is a special token; results in `agent.tool_role`."""
-        template, written = self.episode.template, []
+        template = self.episode.template
+        written: list[Message] = []
         for message in messages:
             if message["role"] != "assistant":
                 message = message | {"content": template.harmless(message["content"])}
