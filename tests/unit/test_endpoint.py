@@ -417,6 +417,27 @@ def test_a_client_that_hangs_up_leaves_nothing(stream: bool) -> None:
     assert sample.metadata["said"] == "«no<|im_end|>»"
 
 
+def test_an_answer_that_did_not_arrive_is_withdrawn() -> None:
+    """Unless something follows it: the client had it after all."""
+    agent = make_agent()
+    assert agent.outside is not None
+    sessions = agent.outside.endpoint._sessions
+
+    def doing(client: Client) -> float:
+        (session,) = sessions.values()
+        client.say(USER)
+        session.loop.call_soon_threadsafe(session.withdraw, list(session._roots))
+        second = client.say(USER)
+        client.say(USER, second, NEXT)
+        session.loop.call_soon_threadsafe(session.withdraw, list(session._roots))
+        return 1.0
+
+    Agents.doing = staticmethod(doing)
+    sample = only(scripted.play(agent, lambda said, seed: f"no {seed % 1000}", group_size=1, tokens=600))
+    assert (sample.status, sample.metadata["turns"]) == (Status.COMPLETED, 2)
+    agent.close()
+
+
 def test_many_clients_at_once() -> None:
     """256 sessions, each with a connection of its own: every one ends with its own samples and reward."""
 
