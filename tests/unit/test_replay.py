@@ -250,7 +250,7 @@ def test_changed_samples_are_told_before_the_model_loads(folder, tmp_path, monke
     (tmp_path / "step_000001.rank0.jsonl").write_bytes(b"\n".join(changed))
     monkeypatch.setattr(Trainer, "_load_model", lambda self: pytest.fail("the model loads"))
     where = {"run": {"dir": str(tmp_path / "r"), "steps": 1}, "debug": {"rollouts": str(tmp_path)}}
-    with pytest.raises(UserError, match="debug.rollouts: step 1: sample ") as caught:
+    with pytest.raises(UserError, match=r"debug\.rollouts: step 1: sample ") as caught:
         run(folder, Hooks(data_map=upper_half), **where)
     close_world()
     assert message in str(caught.value)
