@@ -30,6 +30,9 @@ _CONFIG_EPILOG = (
     "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )
 
+# Keys with functions whose other values the config knows by itself.
+_NAMED_IN_CONFIG = ("filter", "advantage", "loss", "generate", "map", "on_step")
+
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models in plain PyTorch.",
     no_args_is_help=True,
@@ -277,14 +280,7 @@ def _load(
     from lightrl.rewards import registry
 
     def code_fault(key: str, name: str) -> str | None:
-        if key in (
-            "filter",
-            "advantage",
-            "loss",
-            "generate",
-            "map",
-            "on_step",
-        ):  # their other names are known to the config itself
+        if key in _NAMED_IN_CONFIG:
             return hooks.fault(name) if ":" in name else None
         if key in ("environment", "tools"):
             return hooks.fault(name, arguments=None) if ":" in name else None
@@ -350,11 +346,10 @@ def _train_offline(ctx: typer.Context, command: str) -> None:
 
 def _offline(config: Config, command: str) -> None:
     trainer: OfflineTrainer[Any] | None = None
-
-    def where() -> str:
-        return _where(config, trainer, None if trainer is None else trainer.total_steps)
-
-    with ending.told_when_stopped(where), ending.full_disk_told():
+    with (
+        ending.told_when_stopped(lambda: _where(config, trainer, None if trainer is None else trainer.total_steps)),
+        ending.full_disk_told(),
+    ):
         from lightrl.distributed.mesh import close_world
         from lightrl.training import dpo, reward_model, sft
 
@@ -414,10 +409,11 @@ def _evaluate(config: Config, checkpoint: Path | None) -> None:
 def _evaluated(config: Config, checkpoint: Path | None) -> dict[str, float]:
     from dataclasses import replace
 
+    from lightrl.config.sampling_only import for_evaluation
     from lightrl.distributed.mesh import close_world
     from lightrl.training.trainer import Trainer
 
-    config = replace(config, debug=type(config.debug)())  # an engine is needed
+    config = for_evaluation(config)
     state = _state_to_evaluate(config, checkpoint)
     what, where = str(state or config.model.path), ""
     if state is None and checkpoint is None and config.run.resume:

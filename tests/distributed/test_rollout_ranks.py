@@ -169,7 +169,7 @@ def fail_while_others_generate(folder: str) -> None:
 def test_a_rank_that_fails_in_a_filtered_rollout_takes_the_run_down(tmp_path, run_distributed):
     tiny_run.make_run(tmp_path)
     with pytest.raises(pytest.fail.Exception, match="this rank gives up") as failure:
-        run_distributed(fail_while_others_generate, 2, tmp_path, timeout=120)
+        run_distributed(fail_while_others_generate, 2, tmp_path, torchrun=True)
     assert "not over after" not in str(failure.value)
 
 

@@ -281,7 +281,7 @@ FULL = Config(
         url_every=2,
         url_timeout=1.5,
         url_retries=0,
-        url_key_env="E",
+        url_api_key_env="E",
     ),
     log=LogConfig(
         trackers=["wandb"],

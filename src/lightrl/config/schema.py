@@ -78,7 +78,7 @@ class ModelConfig:
     kernels: Literal["auto", "off"] = "off"
     """`auto`: known families on a GPU run on kernels of our own (norms, rotary positions, gated products, experts,
     gated delta layers, log-probs) and on the fastest attention that is installed; `off`: on torch and transformers
-    alone. Off by default: these kernels have been tested in Triton's interpreter, but not on a GPU yet."""
+    alone. Off by default, as not all of these kernels have been tested on a GPU yet (docs/kernels.md)."""
     reference_path: str | None = None
     """Checkpoint of the frozen reference for the KL term; default: the policy's own start."""
     trust_remote_code: bool = False
@@ -356,7 +356,7 @@ class EvalConfig:
     """Seconds one answer may take."""
     url_retries: Count = 3
     """Further attempts when it cannot be reached, is busy or has failed; pauses double from one second on."""
-    url_key_env: str | None = None
+    url_api_key_env: str | None = None
     """Name of the environment variable with its key, sent as a bearer token."""
 
     def missed_gates(self, metrics: Mapping[str, float]) -> list[str]:

@@ -29,9 +29,9 @@ from lightrl.config.schema import (
 )
 from lightrl.data import PromptSource
 from lightrl.data.conversations import Conversation
-from lightrl.distributed.mesh import World, consecutive_group
+from lightrl.distributed.mesh import World, consecutive_group, init_world
 from lightrl.distributed.offload import Offloader, TrainingState
-from lightrl.engine.base import Engine
+from lightrl.engine.base import Engine, SamplingParams
 from lightrl.errors import UserError, end
 from lightrl.models import load, lora
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
@@ -84,6 +84,33 @@ def check(config: Config) -> None:
         from lightrl.engine.sglang_server import read_key
 
         read_key(config.engine)
+
+
+def join_world(config: Config) -> World:
+    """The ranks of an RL run."""
+    parallel = config.parallel
+    return init_world(
+        config.run.device,
+        parallel.shard_size,
+        parallel.timeout,
+        parallel.expert_parallel,
+        parallel.context_parallel,
+        broadcasts_to_servers=config.engine.kind == "sglang_server" and config.sync.transport == "nccl",
+    )
+
+
+def training_samples(config: Config) -> SamplingParams:
+    """How `[rollout]` has training data sampled."""
+    return SamplingParams(
+        max_new_tokens=config.rollout.max_response_tokens,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        stop=tuple(config.rollout.stop),
+        stop_token_ids=tuple(config.rollout.stop_token_ids),
+        top_logprobs=max(config.correction.score_centering_top_k, config.teacher.student_k),
+        return_routing=config.correction.routing_replay == "rollout",
+    )
 
 
 @contextmanager

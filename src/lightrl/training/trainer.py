@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
-from lightrl.distributed.mesh import deal, init_world, set_deterministic
-from lightrl.engine.base import EngineLostError, Restartable, SamplingParams
+from lightrl.distributed.mesh import deal, set_deterministic
+from lightrl.engine.base import EngineLostError, Restartable
 from lightrl.errors import UserError, end
 from lightrl.models import load
 from lightrl.observe.console import Console
@@ -74,15 +74,7 @@ class Trainer:
         setup.check(config)
         self.config = config
         self._has_teacher = config.teacher.enabled and not only_evaluate
-        parallel = config.parallel
-        self.world = init_world(
-            config.run.device,
-            parallel.shard_size,
-            parallel.timeout,
-            parallel.expert_parallel,
-            parallel.context_parallel,
-            broadcasts_to_servers=config.engine.kind == "sglang_server" and config.sync.transport == "nccl",
-        )
+        self.world = setup.join_world(config)
         self.console = Console(config.log, enabled=self.world.is_main)
         self.loop = Loop(config, self.world, self.console, claim=claim, ended_by="run.steps")
         self.run_dir = self.loop.run_dir
@@ -137,16 +129,7 @@ class Trainer:
         )
         for eval_set in self.eval_sets:
             self._held.callback(end, eval_set.scorer.close)
-        self.sampling = SamplingParams(
-            max_new_tokens=config.rollout.max_response_tokens,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            top_k=config.rollout.top_k,
-            stop=tuple(config.rollout.stop),
-            stop_token_ids=tuple(config.rollout.stop_token_ids),
-            top_logprobs=max(config.correction.score_centering_top_k, config.teacher.student_k),
-            return_routing=config.correction.routing_replay == "rollout",
-        )
+        self.sampling = setup.training_samples(config)
 
     def _load_model(self) -> None:
         config = self.config
