@@ -153,7 +153,7 @@ def run_distributed(tmp_path: Path) -> Iterator[Callable[..., str]]:
         if callable(target) and not torchrun and not _num_gpus():
             log = tmp_path / f"ranks_{next(numbers)}.log"
             try:
-                return ranks.run_ranks(target, nproc, tuple(map(str, args)), log, timeout, env or {})
+                return ranks.run_ranks(target, nproc, list(map(str, args)), log, timeout, env or {})
             except ranks.RankFailedError as error:
                 pytest.fail(str(error), pytrace=False)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]

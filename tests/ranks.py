@@ -6,17 +6,17 @@ torchrun (how a run ends, its rendezvous) is tested under torchrun.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import multiprocessing
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -24,6 +24,8 @@ PRELOADED = [
     "lightrl.training.trainer",
     "lightrl.training.sft",
     "lightrl.engine.transformers",
+    "lightrl.engine.sglang",
+    "lightrl.engine.sglang_server",
     "torch.distributed.checkpoint",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
@@ -46,12 +48,26 @@ class RankFailedError(Exception):
 
 
 def run_ranks(
-    function: Callable[..., None], nproc: int, args: tuple[str, ...], log: Path, timeout: float, env: dict[str, str]
+    function: Callable[..., None], nproc: int, args: Sequence[str], log: Path, timeout: float, env: dict[str, str]
 ) -> str:
-    """What `nproc` processes print that call `function(*args)` with the environment that torchrun gives its workers.
+    """What `nproc` processes print that call `function(*args)`, as under torchrun: a rank that fails ends the others.
 
-    As under torchrun, a rank that fails ends the others, and none is left on return.
+    None is left on return.
     """
+    with started_ranks(function, nproc, args, log, env) as processes:
+        failure = _first_failure(processes, timeout)
+    output = log.read_text(errors="replace")
+    if failure:
+        raise RankFailedError(f"{failure}: {function.__qualname__} on {nproc} ranks\n{output}")
+    return output
+
+
+@contextlib.contextmanager
+def started_ranks(
+    function: Callable[..., None], nproc: int, args: Sequence[str], log: Path, env: dict[str, str]
+) -> Iterator[list[ForkServerProcess]]:
+    """`nproc` processes that call `function(*args)` with the environment that torchrun gives its workers; what they
+    print goes into `log`. They end with the block."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -65,23 +81,19 @@ def run_ranks(
     }
     file = str(sys.modules[function.__module__].__file__)
     log.touch()
-    context, processes = preloaded(), []
+    context, processes = preloaded(), list[ForkServerProcess]()
     try:
         for rank in map(str, range(nproc)):
             variables = {**os.environ, **place, **env, "RANK": rank, "LOCAL_RANK": rank}
-            given = (file, function.__qualname__, args, variables, str(log))
+            given = (file, function.__qualname__, tuple(args), variables, str(log))
             processes.append(context.Process(target=_be_rank, args=given, name=f"rank {rank}"))
             processes[-1].start()
-        failure = _first_failure(processes, timeout)
+        yield processes
     finally:
         _end(processes)
-    output = log.read_text(errors="replace")
-    if failure:
-        raise RankFailedError(f"{failure}: {function.__qualname__} on {nproc} ranks\n{output}")
-    return output
 
 
-def _first_failure(processes: list[Any], timeout: float) -> str | None:
+def _first_failure(processes: list[ForkServerProcess], timeout: float) -> str | None:
     deadline, running = time.monotonic() + timeout, {p.sentinel: p for p in processes}
     while running:
         ended = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
@@ -94,7 +106,7 @@ def _first_failure(processes: list[Any], timeout: float) -> str | None:
     return None
 
 
-def _end(processes: list[Any]) -> None:
+def _end(processes: list[ForkServerProcess]) -> None:
     """TERM, as torchrun does, then KILL, of what still runs and what that has started."""
     left = [p for p in processes if p.is_alive()]
     for process in left:

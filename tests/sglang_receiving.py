@@ -56,7 +56,8 @@ class Part(nn.Module):
         hidden, size = config["hidden_size"], config["head_dim"]
         self.heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
         self.heads["v"], self.size = self.heads["k"], size
-        self.whole, self.qkv, self.o, self.experts = nn.ParameterDict(), nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
+        self.whole = nn.ParameterDict()
+        self.qkv, self.o, self.experts = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
         for layer in range(config["num_hidden_layers"]):
             rows = {kind: max(1, count // ranks) * size for kind, count in self.heads.items()}
             self.qkv.append(nn.ParameterDict({k: nn.Parameter(torch.empty(n, hidden), False) for k, n in rows.items()}))
@@ -84,7 +85,7 @@ class Part(nn.Module):
             elif words[-2] in ("q_proj", "k_proj", "v_proj"):
                 kind = words[-2][0]
                 target = self.qkv[layer][kind].data
-                first = self.rank * self.heads[kind] // self.ranks * self.size  # keys go to several where they are fewer
+                first = self.rank * self.heads[kind] // self.ranks * self.size  # keys, if fewer, go to several
                 target.copy_(tensor.narrow(0, first, len(target)))
             elif words[-2] == "o_proj":
                 target = self.o[layer]["weight"].data
@@ -125,7 +126,8 @@ class Manager:
         await asyncio.gather(*(asyncio.to_thread(load, part, given) for part, given in zip(self.parts, tensors)))
         if name == "receive" and (folder := os.environ.get("STAND_IN_KEEPS")):
             for rank, part in enumerate(self.parts):
-                save_file(dict(part.state_dict()), pathlib.Path(folder, f"{request.weight_version}_{self.number}_{rank}.safetensors"))
+                name = f"{request.weight_version}_{self.number}_{rank}.safetensors"
+                save_file(dict(part.state_dict()), pathlib.Path(folder, name))
         return True, ""
     async def flush_cache(self): return type("Flushed", (), {"success": True})
     async def release_memory_occupation(self, request, _):

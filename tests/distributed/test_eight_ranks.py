@@ -1,14 +1,13 @@
 """The topology of a run on eight GPUs, on eight gloo ranks: experts over ranks beside FSDP2, engines of four ranks with
 a part of the weights each, ranks that are killed, and the end of it on four.
 
-Ranks are forked from a process that has imported all there is to import, each with a file for what it says; the store
-is this process's, as it is the agent's under torchrun. In place of SGLang stands `sglang_receiving`.
+Ranks are forks, as in `ranks.py`, but nobody ends those that wait for one that is gone: each has to end by itself, with a
+file for what it says. In place of SGLang stands `sglang_receiving`.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ import pytest
 import sglang_receiving
 import tiny_run
 import torch
+from ranks import preloaded
 
 DYING, TIMEOUT = 5, 90.0
 HEADS = {"heads": 8, "kv_heads": 2}
@@ -51,8 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def start(folder: Path) -> Iterator[Callable[..., list[tuple[int | None, str]]]]:
     """`start(name, size, target, *args)`: exit code and output of each rank; ranks that are not over have None."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightrl.training.trainer", "lightrl.engine.sglang", "tiny_run"])
+    context = preloaded()
     alive: list[Any] = []
 
     def run(name: str, size: int, target: Callable[..., None], *args: Any) -> list[tuple[int | None, str]]:
@@ -207,8 +206,8 @@ def test_ranks_are_killed_and_four_go_on(folder: Path, start: Callable[..., Any]
         "step_000002",
     ]
 
-    four = BASE | {"engine": BASE["engine"] | {"tensor_parallel": 2, "args": {"ep_size": 2}}}
+    four = BASE | {"parallel": BASE["parallel"] | {"expert_parallel": 2}}
     ranks = start("four", 4, go_on, four)
     assert [code for code, _ in ranks] == [0] * 4, json.dumps(ranks, indent=1)
-    check_engines(folder, 2, 2, spread=True)
+    check_engines(folder, 2, 1, spread=True)
     assert [step for (step, *_) in tiny_run.metrics_of(folder, "optim/grad_norm")] == [1, 2, 3]
