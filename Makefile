@@ -33,13 +33,16 @@ DATA := data/arithmetic
 RUN := runs/quickstart
 TORCHRUN = OMP_NUM_THREADS=$$(( $(CORES) > $(NPROC) ? $(CORES) / $(NPROC) : 1 )) \
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m lightrl
-TESTS := $(wildcard tests/unit tests/interpreter tests/engine tests/distributed tests/gpu)
+# Of about the same length, for two cores: a name and a command each.
+LANES = distributed "$(BIN)/python -m pytest tests/distributed tests/engine tests/gpu" \
+	unit "$(BIN)/python -m pytest tests/unit" \
+	$(if $(filter yes,$(SGLANG)),sglang "$(MAKE) --no-print-directory test-sglang-if-possible")
 
 # Waiting OpenMP threads sleep instead of spinning: up to three times faster where processes share cores.
 export OMP_WAIT_POLICY := passive
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install install-dev fetch quickstart test test-sglang-cpu lint docs clean
+.PHONY: help install install-dev fetch quickstart test test-sglang-cpu test-sglang-if-possible lint docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -93,13 +96,14 @@ quickstart: fetch  ## train, resume, evaluate, export, load and report: 3 to 7 m
 
 test: install-dev fetch lint  ## everything CI runs; skipped tests are listed with their reason
 	@$(BIN)/python -m lightrl.config.docs --check
-ifeq ($(SGLANG),yes)
-	@if $(MAKE) --no-print-directory $(SGLANG_VENV)/.stamp; then $(MAKE) --no-print-directory test-sglang-cpu; \
-		else echo "SKIPPED tests on the real SGLang: $(SGLANG_VENV) could not be built, for the reason above"; fi
-else
+ifneq ($(SGLANG),yes)
 	@echo "NOT RUN: tests on the real SGLang: make test-sglang-cpu (an environment of 3 GB), or make test SGLANG=yes"
 endif
-	@$(BIN)/python -m pytest $(TESTS)
+	@tests/side_by_side.sh $(LANES)
+
+test-sglang-if-possible:
+	@if $(MAKE) --no-print-directory $(SGLANG_VENV)/.stamp; then $(MAKE) --no-print-directory test-sglang-cpu; \
+		else echo "SKIPPED tests on the real SGLang: $(SGLANG_VENV) could not be built, for the reason above"; fi
 
 # SGLang asks for other versions of what .venv holds, so it has an environment of its own.
 test-sglang-cpu: $(SGLANG_VENV)/.stamp  ## tests on the real SGLang, on the CPU; builds .venv-sglang (3 GB, Linux)

@@ -99,17 +99,20 @@ def make_rows(shape: str, gpus: int, case: dict[str, Any]) -> list[dict[str, Any
     flops = flops_per_token(SHAPES[shape], case["length"])
     tokens = case["length"] * case["count"]
     rates = {who: [tokens / seconds for seconds in case["seconds"][who]] for who in ("ours", "peer")}
-    mfu = {who: 100 * statistics.median(rates[who]) * flops / PEAK for who in rates}
+    mfu = {who: 100 * statistics.median(rates[who]) * flops / PEAK for who in rates if rates[who]}
+    alone = not rates["peer"]
+    note = f"MFU {mfu['ours']:.1f} %" + ("" if alone else f", peer {mfu['peer']:.1f} %")
     rows = [
         common.result_row(
-            name, "tokens/s/GPU", rates["ours"], rates["peer"], better="higher", peer_name=PEER,
+            name, "tokens/s/GPU", rates["ours"], rates["peer"], better="higher", peer_name=None if alone else PEER,
             limit=round(PEAK / flops) if case["peak"]["ours"] else None, goal=GOALS.get((shape, case["count"])),
-            note=f"MFU {mfu['ours']:.1f} %, peer {mfu['peer']:.1f} %" if case["peak"]["ours"] else "",
+            note=note if case["peak"]["ours"] else "",
         )
     ]  # fmt: skip
     if case["peak"]["ours"]:
-        peaks = ([case["peak"][who]] for who in ("ours", "peer"))
-        rows.append(common.result_row(f"{name}: peak", "GiB", *peaks, better="lower", peer_name=PEER, goal=1.0))
+        peaks = ([case["peak"]["ours"]], [] if alone else [case["peak"]["peer"]])
+        peer_name, goal = (None, None) if alone else (PEER, 1.0)
+        rows.append(common.result_row(f"{name}: peak", "GiB", *peaks, better="lower", peer_name=peer_name, goal=goal))
     return rows
 
 
@@ -132,7 +135,7 @@ def measure(options: dict[str, Any], out: Path) -> None:
 
     world = init_world(options["device"])
     config = Qwen3Config(**SHAPES[options["shape"]] | {"max_position_embeddings": 1 << 17})
-    peer = Peer(config, world)
+    peer = Peer(config, world) if options.get("peer", "stock") == "stock" else None
     cases = []
     for variant in options["variants"].split(","):
         ours = Ours(config, world, variant=variant, kernels=options["kernels"])
@@ -155,7 +158,7 @@ def take_turns(world: Any, ours: Any, peer: Any, tokens: Any, repeats: int) -> d
     import torch
 
     cuda = world.device.type == "cuda"
-    both = {"ours": (ours, peer), "peer": (peer, ours)}
+    both = {"ours": (ours, peer)} | ({} if peer is None else {"peer": (peer, ours)})
     steps = {who: mine.prepared(tokens) for who, (mine, _) in both.items()}
     seconds: dict[str, list[float]] = {"ours": [], "peer": []}
     peak = {"ours": 0.0, "peer": 0.0}
@@ -173,7 +176,8 @@ def take_turns(world: Any, ours: Any, peer: Any, tokens: Any, repeats: int) -> d
             if turn >= 2:
                 seconds[who].append(spent)
                 if cuda:
-                    peak[who] = max(peak[who], (torch.cuda.max_memory_allocated() - other.bytes()) / 2**30)
+                    others = 0 if other is None else other.bytes()
+                    peak[who] = max(peak[who], (torch.cuda.max_memory_allocated() - others) / 2**30)
     return {"seconds": seconds, "peak": peak}
 
 

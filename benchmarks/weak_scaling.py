@@ -34,6 +34,9 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--variants", default="kept", help="of train_step")
     parser.add_argument("--repeats", type=int, default=7, help="measured steps of each, taking turns")
     parser.add_argument("--gpus", default="1,2", help="numbers of ranks; the first is what others are held against")
+    parser.add_argument(
+        "--peer", default="stock", choices=("stock", "none"), help="none: ours alone, in half the memory"
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
 
 
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     first, *others = (int(count) for count in args.gpus.split(","))
     for shape in args.shapes.split(","):
-        options = {k: getattr(args, k) for k in ("rows", "variants", "repeats", "device")}
+        options = {k: getattr(args, k) for k in ("rows", "variants", "repeats", "device", "peer")}
         options |= {"shape": shape, "kernels": "auto", "profile": False}
         measured = {count: train_step.run_ranks(options, count) for count in (first, *others)}
         print(json.dumps(measured), flush=True)
@@ -58,6 +61,8 @@ def efficiency(shape: str, first: int, count: int, one: dict[str, Any], many: di
     """Each step on many GPUs against the median on the first number of them."""
 
     def shares(who: str) -> list[float]:
+        if not one["seconds"][who]:
+            return []
         base = statistics.median(one["seconds"][who])
         return [base / seconds for seconds in many["seconds"][who]]
 
@@ -68,7 +73,7 @@ def efficiency(shape: str, first: int, count: int, one: dict[str, Any], many: di
         shares("ours"),
         shares("peer"),
         better="higher",
-        peer_name=train_step.PEER,
+        peer_name=train_step.PEER if one["seconds"]["peer"] else None,
         limit=1.0,
         goal=1.0,
         note=f"aim: at least {AIM}",

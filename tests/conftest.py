@@ -9,6 +9,7 @@ program of a grid takes tens of microseconds or more: keep grids small.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import ranks
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
@@ -127,34 +129,33 @@ _TINY: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-_CALL = """import importlib.util, sys
-spec = importlib.util.spec_from_file_location("called", {file!r})
-module = importlib.util.module_from_spec(spec)
-sys.modules["called"] = module
-sys.path.insert(0, {folder!r})
-spec.loader.exec_module(module)
-if __name__ == "__main__":
-    module.{function}(*sys.argv[1:])
-"""
-
 
 @pytest.fixture
 def run_distributed(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """`run_distributed(target, nproc=2, *args, timeout=120, env=None) -> output` under torchrun on this machine.
+    """`run_distributed(target, nproc=2, *args, timeout=180, env=None, torchrun=False) -> output` on this machine.
 
-    `target`: a script, a `-m` module name, or a module-level function, which gets `args` as strings on every rank.
-    torchrun picks a free port itself. A run that fails, or is not over after `timeout` seconds, fails the test and
-    shows its output; its processes are gone when the call returns.
+    `target`: a module-level function, which gets `args` as strings on every rank; or a script or a `-m` module name,
+    which run under torchrun. So does a function with `torchrun=True`; else its ranks are forks (`ranks.py`), which
+    start in no time. A run that fails, or is not over after `timeout` seconds, fails the test and shows its output; its
+    processes are gone when the call returns.
     """
     started: list[subprocess.Popen[str]] = []
+    numbers = itertools.count()
 
     def run(
         target: Path | str | Callable[..., None],
         nproc: int = 2,
         *args: str | Path,
-        timeout: float = 120,
+        timeout: float = 180,
         env: dict[str, str] | None = None,
+        torchrun: bool = False,
     ) -> str:
+        if callable(target) and not torchrun and not _num_gpus():
+            log = tmp_path / f"ranks_{next(numbers)}.log"
+            try:
+                return ranks.run_ranks(target, nproc, list(map(str, args)), log, timeout, env or {})
+            except ranks.RankFailedError as error:
+                pytest.fail(str(error), pytrace=False)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
         if callable(target):
             command.append(str(_script_calling(target, tmp_path)))
@@ -175,7 +176,7 @@ def run_distributed(tmp_path: Path) -> Iterator[Callable[..., str]]:
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            kill_tree(process.pid)
+            ranks.kill_tree(process.pid)
             output, _ = process.communicate()
             pytest.fail(f"not over after {timeout} s: {' '.join(command)}\n{output}", pytrace=False)
         if process.returncode:
@@ -185,28 +186,11 @@ def run_distributed(tmp_path: Path) -> Iterator[Callable[..., str]]:
     yield run
     for process in started:
         if process.poll() is None:  # the test itself was interrupted
-            kill_tree(process.pid)
-
-
-def kill_tree(pid: int) -> None:
-    """SIGKILL a process and its descendants: torchrun's workers lead sessions of their own, a group would miss them."""
-    import psutil
-
-    try:
-        parent = psutil.Process(pid)
-        family = [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for process in family:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(family[1:], timeout=10)
+            ranks.kill_tree(process.pid)
 
 
 def _script_calling(function: Callable[..., None], folder: Path) -> Path:
-    file = Path(sys.modules[function.__module__].__file__ or "")
     script = folder / f"call_{function.__name__}.py"
-    script.write_text(_CALL.format(file=str(file), folder=str(file.parent), function=function.__qualname__))
+    call = (str(sys.modules[function.__module__].__file__), function.__qualname__)
+    script.write_text(f"import ranks, sys\nif __name__ == '__main__':\n    ranks.call(*{call!r}, sys.argv[1:])\n")
     return script

@@ -25,10 +25,13 @@ _CONFIG_ARGS = "[TOML ...] [--section.key value ...]"
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _CONFIG_EPILOG = (
     "`lightrl config list` shows every key with its type, default and meaning. Sections: run, model, data, reward, "
-    "rollout, agent, sandbox, engine, sync, algorithm, correction, teacher, lora, sft, dpo, rm, optim, critic, "
-    "critic_optim, parallel, checkpoint, eval, log, dump, debug. "
+    "rollout, agent, endpoint, sandbox, engine, sync, algorithm, correction, teacher, lora, sft, dpo, rm, optim, "
+    "critic, critic_optim, parallel, checkpoint, eval, log, dump, debug. "
     "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )
+
+# Keys with functions whose other values the config knows by itself.
+_NAMED_IN_CONFIG = ("filter", "advantage", "loss", "generate", "function", "map", "on_step")
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models in plain PyTorch.",
@@ -277,14 +280,7 @@ def _load(
     from lightrl.rewards import registry
 
     def code_fault(key: str, name: str) -> str | None:
-        if key in (
-            "filter",
-            "advantage",
-            "loss",
-            "generate",
-            "map",
-            "on_step",
-        ):  # their other names are known to the config itself
+        if key in _NAMED_IN_CONFIG:
             return hooks.fault(name) if ":" in name else None
         if key in ("environment", "tools"):
             return hooks.fault(name, arguments=None) if ":" in name else None
@@ -413,10 +409,11 @@ def _evaluate(config: Config, checkpoint: Path | None) -> None:
 def _evaluated(config: Config, checkpoint: Path | None) -> dict[str, float]:
     from dataclasses import replace
 
+    from lightrl.config.sampling_only import for_evaluation
     from lightrl.distributed.mesh import close_world
     from lightrl.training.trainer import Trainer
 
-    config = replace(config, debug=type(config.debug)())  # an engine is needed
+    config = for_evaluation(config)
     state = _state_to_evaluate(config, checkpoint)
     what, where = str(state or config.model.path), ""
     if state is None and checkpoint is None and config.run.resume:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,18 +29,14 @@ def train(folder: str, name: str) -> None:
     close_world()
 
 
-def test_two_ranks_play_what_one_plays(tmp_path: Path) -> None:
+def test_two_ranks_play_what_one_plays(tmp_path: Path, run_distributed: Any) -> None:
     from safetensors.torch import load_file
     from test_agent_run import run_config
 
     from lightrl.observe.dumps import read_samples
 
-    tests = Path(__file__).parents[1]
-    paths = os.pathsep.join(map(str, [tests.parent / "src", tests, tests / "unit"]))
-    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     run_config(tmp_path)  # writes the model
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    subprocess.run([*command, str(tmp_path), "two"], env=env, check=True, timeout=240)
+    run_distributed(train, 2, tmp_path, "two")
     train(str(tmp_path), "one")
     kept = ("group", "index", "tokens", "loss_mask", "reward", "status", "metadata")
     for environment in ENVIRONMENTS:
@@ -54,7 +49,3 @@ def test_two_ranks_play_what_one_plays(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 tensor, second[name], atol=2e-5, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
             )
-
-
-if __name__ == "__main__":
-    train(*sys.argv[1:])

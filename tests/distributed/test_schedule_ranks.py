@@ -67,12 +67,11 @@ def noted_run(folder: Path, overrides: dict[str, Any], rank_of_failure: int | No
 
 
 def two_runs(folder: str, server: str) -> None:
-    """On each rank: an asynchronous run with servers, then one_step_off with embedded engines."""
+    """On each rank: an asynchronous run with servers, then one_step_off with embedded engines, in one process group."""
     from lightrl.distributed.mesh import close_world
 
-    noted_run(Path(folder) / "b", OFF)
-    close_world()
     noted_run(Path(folder) / "a", ASYNC | {"engine": {"kind": "sglang_server", "urls": [server]}})
+    noted_run(Path(folder) / "b", OFF)
     close_world()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -12,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import ranks
 import tiny_run
 import tiny_sft
 import torch
@@ -97,8 +97,7 @@ def test_killed_at_random_moments_ends_with_the_same_weights(tmp_path):
     seed = int(os.environ.get("KILL_SEED", random.SystemRandom().getrandbits(32)))
     print(f"repeat with KILL_SEED={seed}")
     rng, steps = random.Random(seed), 12
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightrl.training.sft", "tiny_sft"])
+    context = ranks.preloaded()
     overrides = {
         "sft": {"epochs": steps * 5 / 12, "batch_size": 5},
         "checkpoint": {"every": 1, "hf_every": steps, "async_save": True},
@@ -137,7 +136,7 @@ def test_two_ranks_resume_as_one(tmp_path, run_distributed):
         (tmp_path / name).mkdir()
         tiny_sft.make_run(tmp_path / name)
     two_steps = json.dumps({**base, "run": {"steps": 2}})
-    run_distributed(Path(tiny_sft.__file__), 2, tmp_path / "many", two_steps)
+    run_distributed(tiny_sft.train, 2, tmp_path / "many", two_steps)
     for name in ("one", "many"):
         tiny_sft.train(str(tmp_path / name), json.dumps(base))
     for step in (2, 4):

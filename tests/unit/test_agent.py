@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
 from typing import Any
 
 import chat_templates as templates
@@ -30,9 +29,14 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+LATE: list[float] = []
+"""Of each call of `stuck` that is over."""
+
+
 def stuck(seconds: float) -> str:
     """Hangs."""
     threading.Event().wait(seconds)
+    LATE.append(seconds)
     return "late"
 
 
@@ -240,10 +244,8 @@ def test_turns_are_counted() -> None:
 
 def test_an_episodes_time() -> None:
     """Generation is ended at the limit, and what there is is kept."""
-    agent = make_agent(environment="test_agent:Echo", episode_timeout=0.3)
-    began = time.monotonic()
+    agent = make_agent(environment="test_agent:Echo", episode_timeout=1.0)
     (group,) = play(agent, lambda said, seed: "wait" if "again" in said else "no", group_size=2)
-    assert time.monotonic() - began < 5
     for sample in group.samples:
         assert (sample.status, sample.metadata["cut_by"], sample.metadata["turns"]) == (Status.ABORTED, "time", 2)
         assert said_of(agent, sample).endswith("«wa»")
@@ -295,10 +297,9 @@ def test_environments_that_fail(how: str, message: str) -> None:
 
 def test_tools_that_hang_do_not_hold_the_others() -> None:
     agent = make_agent(tools=["test_agent:stuck", "test_agent:add"], tool_timeout=0.3, turn_timeout=1.0)
-    calls = {0: '<tool_call>{"name": "stuck", "arguments": {"seconds": 5}}</tool_call>'}
-    began = time.monotonic()
+    calls = {0: '<tool_call>{"name": "stuck", "arguments": {"seconds": 8.5}}</tool_call>'}
     groups = play(agent, lambda said, seed: calls.get(seed % 2, "fine") if "Error" not in said else "so", prompts=8)
-    assert time.monotonic() - began < 4
+    assert 8.5 not in LATE  # no episode has waited for one
     metrics = agent_metrics(groups).result()
     assert metrics["agent/episodes"] == 16
     assert metrics["agent/tool_failures_timeout"] == metrics["agent/tool_calls"] * 16 > 0
@@ -401,8 +402,8 @@ def test_lost_episodes_are_played_anew() -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_dropped_groups_end_at_once(together: bool) -> None:
-    agent = make_agent(tools=["test_agent:stuck"], tool_timeout=3.0)
-    call = '<tool_call>{"name": "stuck", "arguments": {"seconds": 2}}</tool_call>'
+    agent = make_agent(tools=["test_agent:stuck"], tool_timeout=30.0)
+    call = '<tool_call>{"name": "stuck", "arguments": {"seconds": 7.5}}</tool_call>'
     engine = ScriptedEngine(agent.template.tokenizer, lambda said, seed: call if seed % 2 else "wait")
     sampler = sampler_for(agent, engine, group_size=4, together=together)
     work = Work(group_index=0, prompt=make_prompt(agent))
@@ -411,9 +412,10 @@ def test_dropped_groups_end_at_once(together: bool) -> None:
         task = asyncio.create_task(sampler.complete(work))
         await asyncio.sleep(0.1)
         sampler.drop(work)
-        return await asyncio.wait_for(task, 1.0)
+        return await asyncio.wait_for(task, 60.0)
 
     assert run_async(drop()) is None
+    assert 7.5 not in LATE  # nor was one waited for
     assert not engine.running
     agent.close()
 

@@ -159,7 +159,7 @@ def call(name: str, **arguments: Any) -> Call:
 
 @pytest.fixture
 def box() -> Iterator[ToolBox]:
-    box = ToolBox([Tool.of(f) for f in (add, slow, blocked, breaks)], timeout=0.3)
+    box = ToolBox([Tool.of(f) for f in (add, slow, blocked, breaks)], timeout=1.0)
     yield box
     box.close()
 
@@ -173,8 +173,8 @@ def test_failures_are_named(box: ToolBox) -> None:
     assert called(box, Call(name="", error="no JSON")) == [("Error: no JSON", "arguments")]
     assert called(box, call("ad")) == [("Error: no tool 'ad'; there are: add, slow, blocked, breaks", "unknown")]
     assert called(box, call("add", c=1))[0][1] == "arguments"
-    assert called(box, call("slow", seconds=9.0))[0] == ("Error: took longer than 0.3 s", "timeout")
-    assert called(box, call("blocked", seconds=2.0))[0] == ("Error: took longer than 0.3 s", "timeout")
+    assert called(box, call("slow", seconds=9.0))[0] == ("Error: took longer than 1 s", "timeout")
+    assert called(box, call("blocked", seconds=2.0))[0] == ("Error: took longer than 1 s", "timeout")
     assert called(box, call("breaks", how="x"))[0] == ("Error: ValueError: x", "error")
     assert called(box, call("breaks", how="exit"))[0] == ("Error: RuntimeError: SystemExit: 1", "error")
     assert called(box, call("breaks", how="known"))[0] == ("page 1\nError: no such page", "missing")
@@ -201,8 +201,8 @@ def test_places_are_waited_for_without_losing_time() -> None:
         running -= 1
         return n
 
-    box = ToolBox([Tool(definition=definition_of(counted), function=counted, concurrency=2)], timeout=0.5)
-    assert called(box, *(call("counted", n=n) for n in range(12))) == [(str(n), None) for n in range(12)]
+    box = ToolBox([Tool(definition=definition_of(counted), function=counted, concurrency=2)], timeout=1.0)
+    assert called(box, *(call("counted", n=n) for n in range(24))) == [(str(n), None) for n in range(24)]
     assert most == 2
     box.close()
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.engine import sglang_receiver as receiver
-from lightrl.engine.sglang_copies import Copy
+from lightrl.engine.sglang_copies import Copy, joined
 from lightrl.sync.buckets import BucketSender, Plan, Slot, plan_buckets
 from lightrl.sync.mailbox import Mailbox, MailboxError
 from lightrl.sync.shared import SharedBuffers, open_shared
@@ -204,6 +204,27 @@ def test_blocks_of_a_range_are_those_elements_and_few() -> None:
             assert len(blocks) <= 1
 
 
+def test_neighbours_at_equal_distances_are_copied_as_one() -> None:
+    """Five experts of 6 x 4, of which a rank takes rows 2 to 4; then one further away, and tensors of other forms."""
+    torch.manual_seed(0)
+    sent, held = torch.randn(400), torch.full((300,), torch.nan)
+    experts = [sent.as_strided((6, 4), (4, 1), 32 * i) for i in (0, 1, 2, 3, 4, 7)]
+    stack = held[:90].view(6, 15)[:, :12]
+    pairs = [(expert[2:5], row.view(3, 4)) for expert, row in zip(experts, stack, strict=True)]
+    pairs += [(sent[300:307], held[100:107]), (sent[310:317], held[93:100])]  # backwards: left as they are
+    square, following = held[200:204].view(2, 2), held[204:208].view(2, 2)
+    pairs += [(sent[380:384].view(2, 2).T, square), (sent[384:388].view(2, 2), following)]
+    expected = held.clone()
+    for source, target in pairs:
+        expected.as_strided(target.size(), target.stride(), target.storage_offset()).copy_(source)
+    found = joined(pairs)
+    assert [tuple(target.shape) for _, target in found] == [(5, 3, 4), (3, 4), (7,), (7,), (2, 2), (2, 2)]
+    for source, target in found:
+        target.copy_(source)
+    assert torch.equal(held.nan_to_num(), expected.nan_to_num())
+    assert joined([]) == []
+
+
 def test_buffers_on_a_cpu_are_shared_without_a_name() -> None:
     shared = SharedBuffers(2, 100, CPU)
     payload = pickle.loads(base64.b64decode(shared.payload({"plan": "x"})))
@@ -278,7 +299,7 @@ def test_other_tensors_than_planned_are_refused() -> None:
 
 def test_a_failing_receiver_is_reported_to_the_sender(capfd: pytest.CaptureFixture[str]) -> None:
     pair = Pair(FusedModel())
-    pair.model.__dict__["_lightrl_receiver"].parts[2] = [("layers.1.q", torch.zeros(3), torch.zeros(2))]
+    pair.model.__dict__["_lightrl_receiver"].copies[2] = ([torch.zeros(2)], [torch.zeros(3)])
     with pytest.raises(MailboxError, match="RuntimeError: The size of tensor"):
         pair.run(receiver.receive, weights())
     assert "Traceback" in capfd.readouterr().err  # for the engine's log

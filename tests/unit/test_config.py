@@ -10,6 +10,7 @@ import pytest
 
 from lightrl.config import Config, ConfigError, load_config
 from lightrl.config.fields import sections
+from lightrl.config.sampling_only import for_evaluation, for_generation
 from lightrl.config.schema import (
     DataConfig,
     EvalSetConfig,
@@ -380,3 +381,27 @@ def test_flags(key: str, text: str, expected: Any) -> None:
             value = value[part] if isinstance(value, dict) else getattr(value, part)
         assert value == expected
         assert type(value) is type(expected)
+
+
+def test_commands_that_only_sample_need_nothing_of_updates(tmp_path: Path) -> None:
+    """No reference, no critic, no key of an evaluator elsewhere; and no rule between their keys is broken by that."""
+    whole = load_config(
+        algorithm={"advantage": "gae", "kl_coef": 0.1, "minibatches_per_step": 4, "kl_in": "reward"},
+        model={"reference_path": "other"},
+        critic={"value_clip": 0.2},
+        optim={"warmup_steps": 30},
+        run={"steps": 10},
+        correction={"routing_replay": "rollout", "use_tis": True},
+        eval={"sets": [{"name": "a", "path": "b"}], "url": "http://h/", "url_every": 5, "url_api_key_env": "KEY"},
+    )
+    for config in (for_evaluation(whole), for_generation(whole)):
+        assert config.validate() == []
+        assert not config.algorithm.estimator.critic
+        assert config.algorithm.kl_coef == 0
+        assert config.eval.url is None
+        assert config.rollout == whole.rollout
+    assert for_evaluation(whole).eval.sets == whole.eval.sets
+    assert for_generation(whole).correction == type(whole.correction)(routing_replay="rollout")
+    alone = load_config(teacher={"path": "t"}, algorithm={"advantage": "none"})
+    assert not for_evaluation(alone).algorithm.estimator.rewards
+    assert for_evaluation(alone).validate() == []

@@ -315,6 +315,12 @@ def test_configs_that_cannot_be_used(tmp_path: Path, config: Any, message: str) 
     assert "\n" not in str(caught.value)
 
 
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"teacher\.path: cannot read the config in .*: there is an adapter alone"):
+        load.load_model_config(str(tmp_path), key="teacher.path")
+
+
 def test_paths_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for path, message in (

@@ -14,6 +14,7 @@ import pytest
 from lightrl.config.schema import LogConfig
 from lightrl.observe.console import Console
 from lightrl.observe.metrics import Tally, eval_metrics, pass_at_k, rollout_metrics
+from lightrl.rollout.filters import nonzero_std
 from lightrl.types import Prompt, Sample, SampleGroup, Status
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,20 @@ GROUPS = [
         metadata={0: {"missing_think": True}, 1: {"grading_limit": "took longer than 1 s"}},
     ),
 ]
+
+
+def test_spread_is_within_what_is_compared() -> None:
+    """Two agents whose answers are each graded alike: their rewards differ, and nobody learns anything from them."""
+    agents = {i: {"agent": "solver" if i < 2 else "judge"} for i in range(4)}
+    alike = group(0, [1.0, 1.0, 0.0, 0.0], [2] * 4, metadata=agents)
+    m = rollout_metrics([alike], 10).result()
+    assert (m["reward/group_std_mean"], m["reward/zero_spread_share"], m["reward/std"]) == (0.0, 1.0, 0.5)
+    assert nonzero_std(alike) == (False, "zero_std")
+    differ = group(0, [1.0, 1.0, 0.0, 2.0], [2] * 4, metadata=agents)
+    m = rollout_metrics([differ], 10).result()
+    assert m["reward/group_std_mean"] == pytest.approx(math.sqrt(2) / 2)  # (0 + sqrt(2)) / 2
+    assert m["reward/zero_spread_share"] == 0.5
+    assert nonzero_std(differ) == (True, "")
 
 
 def test_rollout_metrics_by_hand() -> None:

@@ -122,7 +122,7 @@ def test_names_of_metrics() -> None:
 
 
 def test_its_key_is_looked_for_before_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(eval={"url": "http://h:1/", "url_every": 1, "url_key_env": "EVALUATOR_KEY"})
+    config = load_config(eval={"url": "http://h:1/", "url_every": 1, "url_api_key_env": "EVALUATOR_KEY"})
     with pytest.raises(UserError, match="the environment has no EVALUATOR_KEY"):
         make_evaluator(config)
     monkeypatch.setenv("EVALUATOR_KEY", "two\nlines")
@@ -139,7 +139,7 @@ def test_its_key_is_looked_for_before_a_model_loads(monkeypatch: pytest.MonkeyPa
         ({"url": "http://me:secret@host:1", "url_every": 1}, "eval.url", "'http://…@host:1'"),
         ({"url": "http://host:1"}, "eval.url", "set eval.url_every"),
         ({"url_every": 2}, "eval.url_every", "only used with eval.url"),
-        ({"url_key_env": "K"}, "eval.url_key_env", "only used with eval.url"),
+        ({"url_api_key_env": "K"}, "eval.url_api_key_env", "only used with eval.url"),
     ],
 )
 def test_settings_that_do_not_fit(section: dict, key: str, message: str) -> None:
@@ -156,7 +156,7 @@ def test_a_run_goes_on_whatever_becomes_of_it(
     """Step 2 fails for good, step 4 has metrics; each is logged beside its step, with the checkpoint in place."""
     monkeypatch.setenv("EVALUATOR_KEY", KEY)
     service.answers = [(404, b""), (200, b'{"held_out": {"acc": 0.75}}')]
-    section = {"url": service.url, "url_every": 2, "url_key_env": "EVALUATOR_KEY"}
+    section = {"url": service.url, "url_every": 2, "url_api_key_env": "EVALUATOR_KEY"}
     trainer = Trainer(tiny_run.make_run(tmp_path, run={"steps": 4}, eval=section), reward=tiny_run.count_letter)
     trainer.train()
     trainer.close()

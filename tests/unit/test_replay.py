@@ -219,18 +219,72 @@ def test_dumps_that_do_not_fit_are_told(folder, tmp_path, sections, message):
     assert message in str(caught.value)
 
 
-def test_other_tokens_are_told(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("response_tokens", [99], "token 99 is none of the model's 30: the samples are of another model"),
+        ("response_tokens", [-1], "tokens are not all ids, whole numbers from 0 on"),
+        ("response_tokens", ["3"], "tokens are not all ids, whole numbers from 0 on"),
+        ("loss_mask", [2], "loss_mask holds other values than 0 and 1"),
+        ("rollout_logprobs", ["-1"], "rollout_logprobs holds '-1'"),
+        ("rollout_logprobs", [None], "rollout_logprobs holds None"),
+        ("response_length", 10**9, "response_length is 1000000000 of "),
+        ("reward", "1.0", "reward is '1.0', not a number"),
+    ],
+)
+def test_changed_samples_are_told_before_the_model_loads(folder, tmp_path, monkeypatch, field, value, message):
     header, first, *rest = gzip.decompress(
         (folder / "live/rollouts/step_000001.rank0.jsonl.gz").read_bytes()
     ).splitlines()
     record = json.loads(first)
-    record["samples"][0]["response_tokens"][0] = 99
+    sample = record["samples"][0]
+    if isinstance(value, list):  # in the place of the first entry
+        sample.setdefault(field, [1] * sample["response_length"])[0] = value[0]
+    else:
+        sample[field] = value
+    for name in {"response_length": ("loss_mask", "rollout_logprobs"), "rollout_logprobs": ("loss_mask",)}.get(
+        field, ()
+    ):
+        sample.pop(name, None)
     changed = [header, json.dumps(record, separators=(",", ":")).encode(), *rest, b""]
     (tmp_path / "step_000001.rank0.jsonl").write_bytes(b"\n".join(changed))
+    monkeypatch.setattr(Trainer, "_load_model", lambda self: pytest.fail("the model loads"))
     where = {"run": {"dir": str(tmp_path / "r"), "steps": 1}, "debug": {"rollouts": str(tmp_path)}}
-    with pytest.raises(UserError, match=r"step 1: token 99 is none of the model's 30: the samples are of another"):
+    with pytest.raises(UserError, match=r"debug\.rollouts: step 1: sample ") as caught:
         run(folder, Hooks(data_map=upper_half), **where)
     close_world()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "sections"),
+    [
+        ("correction.score_centering_top_k", {"correction": {"score_centering_top_k": 4}}),
+        ("teacher.top_k_from", {"teacher": {"form": "top_k", "top_k": 4, "top_k_from": "student"}}),
+        ("correction.routing_replay", {"correction": {"routing_replay": "rollout"}}),
+    ],
+)
+def test_what_the_dumped_engine_was_not_asked_is_told_before_the_model_loads(
+    tmp_path, monkeypatch, key: str, sections
+) -> None:
+    tiny_run.make_model(tmp_path / "model", family="qwen3_moe", **MIXTURE)
+    tiny_run.make_data(tmp_path / "data.jsonl")
+    two = {"score_centering_top_k": 0 if key.endswith("replay") else 2}
+    live = {"run": {"steps": 1, "dir": str(tmp_path / "live")}, "dump": {"rollouts": True}, "correction": two}
+    trainer = Trainer(tiny_run.make_run(tmp_path, **live))
+    trainer.train()
+    trainer.close()
+    close_world()
+    if "teacher" in sections:
+        sections = {"teacher": {"path": str(tmp_path / "model"), **sections["teacher"]}}
+    monkeypatch.setattr(Trainer, "_load_model", lambda self: pytest.fail("the model loads"))
+    again = {"run": {"steps": 1, "dir": str(tmp_path / "again")}, "debug": {"rollouts": str(tmp_path / "live")}}
+    with pytest.raises(UserError) as caught:
+        Trainer(tiny_run.make_run(tmp_path, **again, **sections))
+    close_world()
+    has = "and it has none" if key.endswith("replay") else "of 4, and it has 2 a token"
+    assert key in str(caught.value)
+    assert has in str(caught.value)
 
 
 # ----- commands
@@ -247,6 +301,16 @@ def out_of(capsys, *words: object) -> str:
 @pytest.fixture
 def wide(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
+
+
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_a_narrow_terminal_shortens_responses_alone(folder, capsys, monkeypatch, columns) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    head, *rows, _ = out_of(capsys, "inspect", folder / "live", "--limit", 5).splitlines()
+    assert head.split() == ["step", "sample", "prompt", "status", "reward", "length", "logprob", "version", "response"]
+    assert len(rows) == 5
+    assert all("…" not in word for row in rows for word in row.split()[:8])
+    assert all(len(row.rstrip()) <= max(int(columns), 72 + 12) for row in rows)
 
 
 def test_inspect_lists_and_filters(folder, capsys, wide):

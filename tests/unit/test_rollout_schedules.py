@@ -353,6 +353,15 @@ def test_a_background_thread_that_ended_is_told_and_an_interrupt_cancels_its_wor
             {"rollout": {"schedule": "async"}, "engine": {"kind": "sglang"}, "correction": TIS},
             ["rollout.schedule", "engine.kind = 'sglang'"],
         ),
+        (
+            {
+                "rollout": {"schedule": "async"},
+                "agent": {"environment": "a.b:C"},
+                "correction": TIS,
+                "data": {"path": "nothing", "apply_chat_template": True},
+            },
+            ["rollout.schedule", "agent.environment"],
+        ),
         ({"rollout": {"max_staleness": 2}}, ["rollout.max_staleness", "rollout.schedule = 'async'"]),
         (
             {"rollout": {"schedule": "async", "partial": "correct"} | {"filter": "nonzero_std"}, "correction": TIS},
@@ -368,5 +377,5 @@ def test_a_background_thread_that_ended_is_told_and_an_interrupt_cancels_its_wor
 )
 def test_what_cannot_be_combined_is_refused_before_anything_loads(sections, words):
     with pytest.raises(UserError) as caught:
-        load_config(model={"path": "nowhere"}, data={"path": "nothing"}, **sections)
+        load_config(**{"model": {"path": "nowhere"}, "data": {"path": "nothing"}} | sections)
     assert all(word in str(caught.value) for word in words)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import platform
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -97,8 +101,6 @@ def test_code_runs(sandbox: Sandbox) -> None:
     ids=lambda value: value[:24].replace("\n", " ") if isinstance(value, str) else "",
 )  # fmt: skip
 def test_misbehaviour_is_named(sandbox: Sandbox, code: str, kind: str, says: str) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as server:  # there is somebody to connect to
         ran = sandbox.run_sync(code.replace("PORT", str(server.getsockname()[1])))
     assert ran.kind == kind, ran
@@ -117,16 +119,86 @@ def test_no_process_is_left(sandbox: Sandbox, code: str) -> None:
         assert ran.kind in ("timeout", "killed")
 
 
-def test_it_cannot_write_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
+REACH = """
+import asyncio, ctypes, os, socket, subprocess
+PID, ENDS = __PID__, __ENDS__
+libc = ctypes.CDLL(None, use_errno=True)
+def stream():
+    with socket.socket(socket.AF_UNIX) as s:
+        s.connect(ENDS + "stream")
+def datagram():
+    one, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    one.sendto(b"x", ENDS + "datagram")
+def namespace():
+    if libc.unshare(0x10000000) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+def clone():
+    pid = libc.syscall(ctypes.c_long(__CLONE__), 0x10000000 | 17, 0, 0, 0, 0)
+    if pid == 0:
+        os._exit(0)
+    if pid < 0:
+        raise OSError(ctypes.get_errno(), "clone")
+def written():
+    open(ENDS + "written", "w")
+def added():
+    open(ENDS + "there", "a")
+def removed():
+    os.unlink(ENDS + "there")
+def environment():
+    open(f"/proc/{PID}/environ", "rb").read()
+def memory():
+    open(f"/proc/{PID}/mem", "r+b")
+def signal():
+    os.kill(PID, 9)
+for way in (stream, datagram, namespace, clone, written, added, removed, environment, memory, signal):
+    try:
+        way()
+        print("REACHED", way.__name__)
+    except OSError:
+        pass
+# what stays possible
+open("a", "w").write("abc"); os.mkdir("d"); os.rename("a", "d/b"); os.truncate("d/b", 1)
+open("/dev/null", "w").write("x")
+child = subprocess.Popen(["/bin/sleep", "9"]); child.kill(); child.wait()
+async def four():
+    return 4
+print(asyncio.run(four()), subprocess.run(["/bin/echo", "five"], capture_output=True).stdout)
+"""
+
+
+def test_nothing_outside_is_in_reach(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Sockets that have a path, files, other processes of the same user: their memory, environment, and lives."""
+    machine, ends = platform.machine(), tmp_path_factory.mktemp("ends")
+    if machine not in ("x86_64", "aarch64"):
+        pytest.skip(f"no filter of calls for {machine}")
+    (ends / "there").touch()
+    code = REACH.replace("__ENDS__", repr(f"{ends}/")).replace("__CLONE__", {"x86_64": "56"}.get(machine, "220"))
+    kinds = {"stream": socket.SOCK_STREAM, "datagram": socket.SOCK_DGRAM}
+    with contextlib.ExitStack() as stack:
+        for name, kind in kinds.items():
+            stack.enter_context(server := socket.socket(socket.AF_UNIX, kind))
+            server.bind(f"{ends}/{name}")
+            os.chmod(ends / name, 0o777)
+            if name == "stream":
+                server.listen()
+        victim = stack.enter_context(subprocess.Popen(["sleep", "30"]))
+        stack.callback(victim.kill)
+        ran = sandbox.run_sync(code.replace("__PID__", str(victim.pid)))
+        alive = victim.poll() is None
+    if ran.isolation == "seccomp":
+        pytest.skip("neither namespaces nor Landlock here")
+    assert (ran.kind, ran.stdout) == ("ok", "4 b'five\\n'\n"), ran
+    assert alive
+    assert sorted(path.name for path in ends.iterdir()) == ["datagram", "stream", "there"]
+
+
+def test_namespaces_show_nothing_else() -> None:
     sandbox = Sandbox(LIMITS)
-    target = tmp_path_factory.mktemp("mine") / "file"
-    ran = sandbox.run_sync(f"open({str(target)!r}, 'w').write('x')")
+    sees = "print(os.getpid() < 10, len([p for p in os.listdir('/proc') if p.isdigit()]) < 10)"
+    ran = sandbox.run_sync(f"import os\n{sees}")
     if ran.isolation != "namespaces":
         pytest.skip(f"no namespaces here: {ran.isolation}")
-    assert ran.kind == "error"
-    assert not target.exists()
-    sees = "print(os.getpid() < 10, len([p for p in os.listdir('/proc') if p.isdigit()]) < 10)"
-    assert sandbox.run_sync(f"import os\n{sees}").stdout == "True True\n"
+    assert ran.stdout == "True True\n"
     assert sandbox.run_sync("import os\nos.setgroups([0])").kind == "error"  # no rights are left, not even root's
 
 

@@ -241,8 +241,9 @@ def test_its_report_shows_the_loss(trainer_for, tmp_path) -> None:
 
 def test_sections_of_rl_are_told(trainer_for, capsys) -> None:
     """One file may serve both."""
-    trainer_for(rollout={"group_size": 4}, reward={"type": "math"}, run={"steps": 1}).train()
-    assert "note  not used by lightrl sft: [reward], [rollout]" in capsys.readouterr().out
+    of_rl: dict[str, Any] = {"rollout": {"group_size": 4}, "reward": {"type": "math"}, "dump": {"rollouts": True}}
+    trainer_for(**of_rl, log={"profile_steps": [1, 1]}, run={"steps": 1}).train()
+    assert "note  not used by lightrl sft: [reward], [rollout], [dump], log.profile_steps" in capsys.readouterr().out
 
 
 def test_an_update_larger_than_the_data_is_told(trainer_for, tmp_path, capsys) -> None:

@@ -18,6 +18,8 @@ from lightrl.config.problems import ConfigError
 from lightrl.distributed.mesh import close_world
 from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.errors import UserError
+from lightrl.observe.rollouts import RolloutDump
+from lightrl.training.generating import generate
 from lightrl.training.trainer import Trainer
 
 
@@ -331,6 +333,16 @@ def test_evaluation_does_without(tmp_path: Path):
         assert "eval/a/avg@1" in trainer.evaluate()
         trainer.close()
         close_world()
+
+
+def test_generation_does_without(tmp_path: Path):
+    """`lightrl generate` of a run whose only signal is a teacher, which is not there."""
+    where = {"path": None, "url": "http://127.0.0.1:9", "api_key_env": "NO_KEY"}
+    config = make_run(tmp_path, where, **ALONE)
+    generate(config, tmp_path / "out", steps=1, checkpoint=None)
+    groups = list(RolloutDump(tmp_path / "out").groups(1))
+    assert len(groups) == config.rollout.prompts_per_step
+    assert all(s.response_length and s.reward == 0 for g in groups for s in g.samples)
 
 
 def test_it_leaves_the_gpu_with_the_policy(tmp_path: Path):

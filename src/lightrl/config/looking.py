@@ -58,12 +58,13 @@ def looking_problems(config: Config) -> list[tuple[str, str]]:
 def _of_evaluators(config: Config) -> list[tuple[str, str]]:
     spec = config.eval
     if spec.url is None:
-        unused = [name for name in ("url_every", "url_key_env") if getattr(spec, name)]
+        unused = [name for name in ("url_every", "url_api_key_env") if getattr(spec, name)]
         return [(f"eval.{name}", "only used with eval.url: set it, or drop this") for name in unused]
     problems = []
     if re.fullmatch(_URL, spec.url) is None:
         shown = re.sub(r"//.*@", "//…@", spec.url)
-        problems.append(("eval.url", f"{shown!r} is not of the form http://HOST:PORT/PATH (keys: eval.url_key_env)"))
+        text = f"{shown!r} is not of the form http://HOST:PORT/PATH (keys: eval.url_api_key_env)"
+        problems.append(("eval.url", text))
     if spec.url_every == 0:
         problems.append(("eval.url", "it is never asked: set eval.url_every"))
     return problems

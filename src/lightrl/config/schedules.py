@@ -23,6 +23,10 @@ def of_rollouts(config: Config) -> list[tuple[str, str]]:
             "engine.kind = 'sglang_server', with servers on other GPUs, or rollout.schedule = 'sync'"
         )
         problems.append(("rollout.schedule", text))
+    if rollout.carries and config.agent.enabled:
+        key = "rollout.schedule" if rollout.schedule != "sync" else "rollout.partial"
+        text = "agent.environment and agent.tools play whole episodes within a step: set rollout.schedule = 'sync' and "
+        problems.append((key, f"{text}rollout.partial = 'drop'"))
     problems += _of_partial(config)
     old = rollout.staleness > 0 and rollout.partial != "mask"
     if old and not config.correction.reads_rollout_logprobs:
@@ -46,12 +50,7 @@ def _of_partial(config: Config) -> list[tuple[str, str]]:
         problems.append(("rollout.partial", text))
     elif rollout.filter == "none":
         problems.append(("rollout.partial", f"{how}: without a rollout.filter nothing is aborted: set one, or drop it"))
-    if rollout.partial == "mask":
-        others = {
-            "rollout.generate": rollout.generate != "none",
-            "agent.environment or agent.tools": config.agent.enabled,
-        }
-        for key in (key for key, holds in others.items() if holds):
-            text = f"{how} needs to know which weights drew each token, which {key} does not say: choose 'correct'"
-            problems.append(("rollout.partial", text))
+    if rollout.partial == "mask" and rollout.generate != "none":
+        text = f"{how} needs to know which weights drew each token, which rollout.generate does not say"
+        problems.append(("rollout.partial", f"{text}: choose 'correct'"))
     return problems

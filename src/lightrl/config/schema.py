@@ -19,6 +19,8 @@ from lightrl.config.agent import AgentConfig as AgentConfig
 from lightrl.config.agent import SandboxConfig as SandboxConfig
 from lightrl.config.agent import of_agents
 from lightrl.config.correction import CorrectionConfig as CorrectionConfig
+from lightrl.config.endpoint import EndpointConfig as EndpointConfig
+from lightrl.config.endpoint import of_endpoints
 from lightrl.config.engines import EngineConfig as EngineConfig
 from lightrl.config.engines import SyncConfig as SyncConfig
 from lightrl.config.estimators import Estimator, estimator
@@ -79,7 +81,7 @@ class ModelConfig:
     kernels: Literal["auto", "off"] = "off"
     """`auto`: known families on a GPU run on kernels of our own (norms, rotary positions, gated products, experts,
     gated delta layers, log-probs) and on the fastest attention that is installed; `off`: on torch and transformers
-    alone. Off by default: these kernels have been tested in Triton's interpreter, but not on a GPU yet."""
+    alone. Off by default, as not all of these kernels have been tested on a GPU yet (docs/kernels.md)."""
     reference_path: str | None = None
     """Checkpoint of the frozen reference for the KL term; default: the policy's own start."""
     trust_remote_code: bool = False
@@ -379,7 +381,7 @@ class EvalConfig:
     """Seconds one answer may take."""
     url_retries: Count = 3
     """Further attempts when it cannot be reached, is busy or has failed; pauses double from one second on."""
-    url_key_env: str | None = None
+    url_api_key_env: str | None = None
     """Name of the environment variable with its key, sent as a bearer token."""
 
     def missed_gates(self, metrics: Mapping[str, float]) -> list[str]:
@@ -437,6 +439,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -480,7 +483,7 @@ class Config:
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
         problems += rules.of_advantages(self) + rules.of_critics(self) + rules.of_shared_rows(self)
         problems += rules.of_losses(self) + rules.of_corrections(self) + rules.of_teachers(self) + lora_problems(self)
-        problems += looking_problems(self) + of_agents(self) + of_rollouts(self)
+        problems += looking_problems(self) + of_agents(self) + of_endpoints(self) + of_rollouts(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +48,53 @@ class Copy:
         size = (*self.size[:dim], count, *self.size[dim + 1 :])
         target = self.target.narrow(dim, first, count)
         return Copy(size, self.stride, self.start + first * self.stride[dim], target)
+
+
+def joined(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The same copies, (source, target) each, in fewer: runs of neighbours in the list that are of one form and lie at
+    equal distances, on both sides, become one. A layer's experts, of which a rank takes some rows each, are such."""
+    runs: list[_Run] = []
+    for source, target in pairs:
+        if not runs or not runs[-1].takes(source, target):
+            runs.append(_Run(source, target))
+    return [run.whole() for run in runs]
+
+
+@dataclass
+class _Run:
+    """Copies at equal distances; the first is kept."""
+
+    source: Tensor
+    target: Tensor
+    count: int = 1
+    steps: tuple[int, int] = (0, 0)
+    """Elements from one to the next, of the source and of the target."""
+
+    def takes(self, source: Tensor, target: Tensor) -> bool:
+        """Whether this is the next one, which is then counted."""
+        mine, others = (self.source, self.target), (source, target)
+        if any(_form(a) != _form(b) for a, b in zip(mine, others, strict=True)):
+            return False
+        ways = [int(b.storage_offset() - a.storage_offset()) for a, b in zip(mine, others, strict=True)]
+        steps = self.steps if self.count > 1 else (ways[0], ways[1])
+        if min(steps) <= 0 or ways != [self.count * step for step in steps]:
+            return False
+        self.count, self.steps = self.count + 1, steps
+        return True
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        if self.count == 1:
+            return self.source, self.target
+        pair = zip((self.source, self.target), self.steps, strict=True)
+        source, target = (
+            t.as_strided((self.count, *t.size()), (step, *t.stride()), t.storage_offset()) for t, step in pair
+        )
+        return source, target
+
+
+def _form(memory: Tensor) -> tuple[object, ...]:
+    """Equal for tensors that differ at most in where they start."""
+    return (*_storage(memory), memory.size(), memory.stride())
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrl.engine.sglang_copies import Fill
+from lightrl.engine.sglang_copies import Fill, joined
 from lightrl.engine.sglang_derived import Derived
 from lightrl.engine.sglang_rehearsal import rehearse
 from lightrl.sync.buckets import Plan
@@ -33,14 +33,16 @@ class Receiver:
     mailbox: Mailbox
     parts: list[list[tuple[str, Tensor, Tensor]]]
     """By bucket: (tensor's name, its part in the buffer, the parameter's part). A bucket always has the same buffer."""
+    copies: list[tuple[list[Tensor], list[Tensor]]]
+    """By bucket the same, in as few copies as it takes: targets and sources."""
     fills: list[Fill]
     derived: Derived
 
-    def run(self, use: Callable[[list[tuple[str, Tensor, Tensor]]], None]) -> None:
-        """Wait for each bucket, `use` it, let go of it."""
-        for number, bucket in enumerate(self.parts):
+    def run(self, use: Callable[[int], None]) -> None:
+        """Wait for each bucket, `use` it by its number, let go of it."""
+        for number in range(len(self.parts)):
             self.mailbox.wait("filled", number + 1, timeout=None, check=self.mailbox.check_sender)
-            use(bucket)
+            use(number)
             synchronize(self.buffers[0].device)  # only now may the trainer fill the buffer again
             self.mailbox.set("drained", number + 1)
 
@@ -63,7 +65,9 @@ def open_buffers(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
             parts.append(
                 [(s.name, c.source(s.view(buffer), s.start), c.target) for s, copies in bucket for c in copies]
             )
-        receiver = Receiver(buffers, mailbox, parts, rehearsed.fills, derived)
+        copies = [joined([(source, target) for _, source, target in bucket]) for bucket in parts]
+        targets_first = [([target for _, target in bucket], [source for source, _ in bucket]) for bucket in copies]
+        receiver = Receiver(buffers, mailbox, parts, targets_first, rehearsed.fills, derived)
         model.__dict__[_STATE] = receiver
         receiver.finish({})
 
@@ -72,9 +76,10 @@ def receive(model: nn.Module, _: Sequence[tuple[str, Tensor]]) -> None:
     """Take the weights of one sync."""
     receiver: Receiver = model.__dict__[_STATE]
 
-    def copy(bucket: list[tuple[str, Tensor, Tensor]]) -> None:
-        if bucket:  # another rank's part of a large tensor may fill one
-            torch._foreach_copy_([target for _, _, target in bucket], [source for _, source, _ in bucket])
+    def copy(number: int) -> None:
+        targets, sources = receiver.copies[number]
+        if targets:  # another rank's part of a large tensor may fill one
+            torch._foreach_copy_(targets, sources)
 
     with _reported(receiver.mailbox), torch.no_grad():
         for fill in receiver.fills:
@@ -94,9 +99,9 @@ def verify(model: nn.Module, _: Sequence[tuple[str, Tensor]]) -> None:
     differing: dict[str, Tensor] = {}
     compared = 0
 
-    def compare(bucket: list[tuple[str, Tensor, Tensor]]) -> None:
+    def compare(number: int) -> None:
         nonlocal compared
-        for name, source, target in bucket:
+        for name, source, target in receiver.parts[number]:
             wrong = (_bits(source.to(target.dtype)) != _bits(target)).sum()
             differing[name] = differing[name] + wrong if name in differing else wrong
             compared += target.numel()

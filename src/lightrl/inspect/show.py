@@ -20,7 +20,8 @@ from lightrl.types import Sample
 _COLOURS = ((-0.1, "green"), (-0.7, "yellow"), (-2.3, "dark_orange"), (-float("inf"), "red"))
 """From this log-prob on: 0.9, 0.5, 0.1 of probability, less."""
 _GIVEN, _PROMPT = "italic on grey23", "dim"
-_PREVIEW = 120  # characters of a response in the table
+_PREVIEW, _LEAST = 120, 12  # characters of a response in the table: most, and at least, whatever the terminal's width
+_COLUMNS = ("step", "sample", "prompt", "status", "reward", "length", "logprob", "version")
 _Key = tuple[float, ...]
 _ORDERS: dict[str, Callable[[int, Sample], _Key]] = {
     "step": lambda step, s: (step, s.group_index, s.index),
@@ -52,15 +53,19 @@ def table(samples: Iterable[tuple[int, Sample]], console: Console, *, sort: str 
     for step, sample in samples:
         facts.add(sample)
         kept.add(_Row(order(step, sample), _cells(step, sample)))
+    rows = kept.rows()
     grid = Table(box=None, pad_edge=False, header_style="bold")
-    for name, side in (("step", "right"), ("sample", "right"), ("prompt", "right"), ("status", "left")):
-        grid.add_column(name, justify=side)  # type: ignore[arg-type]
-    for name in ("reward", "length", "logprob", "version"):
-        grid.add_column(name, justify="right")
-    grid.add_column("response", no_wrap=True, overflow="ellipsis", ratio=1)
-    for row in kept.rows():
-        grid.add_row(*(Text(cell) for cell in row.cells))
-    console.print(grid)
+    room = console.width
+    for i, name in enumerate(_COLUMNS):
+        width = max([len(name), *(len(row.cells[i]) for row in rows)])
+        grid.add_column(name, justify="left" if name == "status" else "right", no_wrap=True, min_width=width)
+        room -= width + 2
+    grid.add_column("response", no_wrap=True, min_width=_LEAST)
+    for row in rows:
+        response = Text(row.cells[-1])
+        response.truncate(max(room, _LEAST), overflow="ellipsis")  # it gives way, and not what is beside it
+        grid.add_row(*(Text(cell) for cell in row.cells[:-1]), response)
+    console.print(grid, crop=False)
     console.print(Text(facts.line(min(limit, facts.count))))
     return facts.count
 

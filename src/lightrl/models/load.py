@@ -220,7 +220,11 @@ def _load_error(key: str, path: str, what: str, error: Exception) -> UserError:
         return UserError(
             f"{key}: {path} needs Python code that ships with it; if you trust it, set model.trust_remote_code = true"
         )
-    if Path(path).expanduser().is_dir():
+    if (folder := Path(path).expanduser()).is_dir():
+        if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+            text = (
+                "there is an adapter alone; export the whole, `lightrl export` without --adapter, or merge it by peft"
+            )
         return UserError(f"{key}: cannot read the {what} in {path}: {text[:300]}")
     if "GatedRepo" in chain or "gated repo" in text:
         return UserError(f"{key}: {path} is gated: accept its licence on the hub, then log in with `hf auth login`")

@@ -101,8 +101,8 @@ def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int, *, 
     """Rewards and lengths of this rank's groups; names and meanings are in docs/metrics.md.
 
     Rewards are of scored samples, lengths of all that did not fail, shares of all samples. `reward/std` divides by the
-    number of samples; a group's deviation is the unbiased one that GRPO divides by, 0 for a group of one. `compares`:
-    a group without spread teaches nothing.
+    number of samples; a group's deviation is the unbiased one that GRPO divides by, 0 for a group of one; with several
+    agents it is of each one's samples. `compares`: a group without spread teaches nothing.
     """
     tally = Tally()
     for group in groups:
@@ -111,10 +111,11 @@ def rollout_metrics(groups: Iterable[SampleGroup], max_response_tokens: int, *, 
             tally.extend(f"reward/{kind}", rewards, kind=kind)
         for sample in group.scored:
             _add_parts(tally, sample)
-        if rewards:
-            tally.add("reward/group_std_mean", stdev(rewards) if len(rewards) > 1 else 0.0)
+        for part in group.compared:
+            compared = [float(s.reward) for s in part if s.reward is not None]
+            tally.add("reward/group_std_mean", stdev(compared) if len(compared) > 1 else 0.0)
             if compares:
-                tally.add("reward/zero_spread_share", float(all(r == rewards[0] for r in rewards)))
+                tally.add("reward/zero_spread_share", float(all(r == compared[0] for r in compared)))
         for sample in group.samples:
             tally.add("rollout/samples", 1, kind="sum")
             tally.add("rollout/truncated_share", sample.status is Status.TRUNCATED)

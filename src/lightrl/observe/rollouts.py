@@ -159,7 +159,9 @@ def _header(path: Path) -> dict[str, Any]:
     _, line = next(lines, (1, b""))
     lines.close()
     record = _parsed(line, f"{path}:1")
-    if record.get("lightrl_rollouts") != FORMAT or not isinstance(record.get("world_size"), int):
+    numbers = (record.get("world_size"), record.get("groups"))
+    whole = all(isinstance(n, int) for n in numbers) and isinstance(record.get("selection", {}), dict)
+    if record.get("lightrl_rollouts") != FORMAT or not whole:
         raise UserError(f"{path}:1: not a dump of rollouts in format {FORMAT}: name one that this version has written")
     return record
 

@@ -41,7 +41,7 @@ class Ran:
     """Negative for a signal; None when a limit ended it."""
     seconds: float = 0.0
     isolation: str = ""
-    """`namespaces`; `seccomp` or `audit` where the system allows none (docs/agents.md#the-sandbox)."""
+    """`namespaces`; `landlock`, `seccomp` or `audit` where the system allows none (docs/agents.md#the-sandbox)."""
 
     @property
     def ok(self) -> bool:

@@ -2,8 +2,9 @@
 
 Three processes: this one, which the host starts, watches the clock and reports; an init, in new namespaces, whose end
 makes the kernel end everything in them; and the one that runs the code. Where namespaces are not allowed this process
-adopts orphans instead (PR_SET_CHILD_SUBREAPER) and ends all its descendants, and a seccomp filter, or where there is
-none Python's audit hooks, refuses sockets and signals to it.
+adopts orphans instead (PR_SET_CHILD_SUBREAPER) and ends all its descendants, and Landlock, where there is one, keeps
+the code's hands off the user's other files and processes. In both cases a seccomp filter refuses calls that reach
+further; where there is none, Python's audit hooks refuse sockets and signals.
 """
 
 from __future__ import annotations
@@ -31,12 +32,19 @@ _FIRST_UID, _UIDS = 20_000, 40_000
 
 # seccomp: numbers of system calls by machine, audit's name of the machine
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_REFUSED = {  # socket, socketpair, ptrace, process_vm_writev, unshare, setns, rt_sigqueueinfo, rt_tgsigqueueinfo,
-    # pidfd_send_signal, io_uring_setup
-    "x86_64": (41, 53, 101, 311, 272, 308, 129, 297, 424, 425),
-    "aarch64": (198, 199, 117, 271, 97, 268, 138, 240, 424, 425),
+_REFUSED = {  # ptrace, process_vm_readv, process_vm_writev, unshare, setns, rt_sigqueueinfo, rt_tgsigqueueinfo,
+    # pidfd_send_signal, io_uring_setup, add_key, request_key, keyctl
+    "x86_64": (101, 310, 311, 272, 308, 129, 297, 424, 425, 248, 249, 250),
+    "aarch64": (117, 270, 271, 97, 268, 138, 240, 424, 425, 217, 218, 219),
 }
 _SIGNALS = {"x86_64": (62, 200, 234), "aarch64": (129, 130, 131)}  # kill, tkill, tgkill
+_SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}  # socket, socketpair
+_CLONE, _CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
+_NETWORK = (2, 10, 16)  # AF_INET, AF_INET6, AF_NETLINK: of the network namespace, as paths of AF_UNIX are not
+
+_LANDLOCK = 444  # and the two calls after it: a rule, the restriction
+_WRITES = (1 << 1) + sum(1 << bit for bit in range(4, 13))
+"""Landlock's rights to write, remove and make files; moving between folders and truncating came later."""
 
 
 def main() -> None:
@@ -109,7 +117,9 @@ def _become(uid: int) -> None:
 def _isolation(libc: Any, isolated: bool) -> str:
     if isolated:
         return "namespaces"
-    return "seccomp" if libc is not None and platform.machine() in _MACHINES else "audit"
+    if libc is None or platform.machine() not in _MACHINES:
+        return "audit"
+    return "landlock" if _landlock_version(libc) > 0 else "seccomp"
 
 
 def _exit_code(state: int) -> int:
@@ -238,28 +248,67 @@ def _descendants() -> list[int]:
     return found
 
 
-def _refuse_calls(libc: Any, above: int) -> bool:
-    """A seccomp filter: no sockets, no tracing, no signal to `above` or to all processes."""
+def _refuse_calls(libc: Any, above: tuple[int, ...], *, isolated: bool) -> bool:
+    """A seccomp filter: no tracing, no namespaces of its own, and of sockets pairs of streams alone, in namespaces also
+    those of the network, which is empty: a path of AF_UNIX leads out of every namespace. Else no signal to the
+    processes `above`, nor to all."""
     machine = platform.machine()
     if machine not in _MACHINES:
         return False
-    allow, refuse = 0x7FFF0000, 0x00050000 | 1  # EPERM
-    # (code, jump if true, jump if false, value); offsets: call 0, machine 4, low word of the first argument 16
-    load, equal, answer = 0x20, 0x15, 0x06
-    body: list[tuple[int, int, int, int]] = []
-    for number in _REFUSED[machine]:
-        body += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
-    for number in _SIGNALS[machine]:
-        targets = [above, 2**32 - 1, 2**32 - above]
-        checks = [line for target in targets for line in ((equal, 0, 1, target), (answer, 0, 0, refuse))]
-        body += [(equal, 0, len(checks) + 2, number), (load, 0, 0, 16), *checks, (answer, 0, 0, allow)]
-    program = [(load, 0, 0, 4), (equal, 1, 0, _MACHINES[machine]), (answer, 0, 0, refuse), (load, 0, 0, 0), *body]
-    program.append((answer, 0, 0, allow))
+    # (code, jump if true, jump if false, value); offsets: call 0, machine 4, low words of the arguments 16, 24
+    load, equal, least, has, mask = 0x20, 0x15, 0x35, 0x45, 0x54
+    allow, refuse, unknown = ((0x06, 0, 0, value) for value in (0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38))
+    Lines = list[tuple[int, int, int, int]]
+
+    def at(number: int, lines: Lines) -> Lines:
+        """`lines`, which end with an answer, for the call of this number."""
+        return [(equal, 0, len(lines), number), *lines]
+
+    def any_of(values: tuple[int, ...], answer: tuple[int, int, int, int]) -> Lines:
+        return [line for value in values for line in ((equal, 0, 1, value), answer)]
+
+    socket, socketpair = _SOCKETS[machine]
+    body = any_of(_REFUSED[machine], refuse)
+    body += at(_CLONE[machine], [(load, 0, 0, 16), (has, 0, 1, _NEWUSER), refuse, allow])
+    body += at(_CLONE3, [unknown])  # its flags are out of a filter's sight; the C library goes on with clone
+    body += at(socket, [(load, 0, 0, 16), *any_of(_NETWORK if isolated else (), allow), refuse])
+    body += at(socketpair, [(load, 0, 0, 24), (mask, 0, 0, 15), *any_of((1,), allow), refuse])
+    targets = (2**32 - 1, *above, *(2**32 - pid for pid in above))
+    for number in () if isolated else _SIGNALS[machine]:
+        body += at(number, [(load, 0, 0, 16), *any_of(targets, refuse), allow])
+    x32 = [(least, 0, 1, 0x40000000), refuse] if machine == "x86_64" else []  # the same calls by other numbers
+    program = [(load, 0, 0, 4), (equal, 1, 0, _MACHINES[machine]), refuse, (load, 0, 0, 0), *x32, *body, allow]
     code = b"".join(struct.pack("HBBI", *line) for line in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     pointer = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
     libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
     return libc.prctl(_SECCOMP, 2, ctypes.c_char_p(pointer), 0, 0) == 0
+
+
+def _landlock_version(libc: Any) -> int:
+    """0 or less where the kernel has none, or it is off."""
+    return int(libc.syscall(ctypes.c_long(_LANDLOCK), None, ctypes.c_size_t(0), 1))
+
+
+def _restrict(libc: Any, folder: str) -> None:
+    """Landlock: writing nowhere but in `folder` and to null devices, no look into processes that are not the code's own
+    (their memory, environment), and, from version 6 on, no signal to them."""
+    version = _landlock_version(libc)
+    if version <= 0:
+        return
+    writes = _WRITES | (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)
+    rules = struct.pack("QQQ", writes, 0, 2 if version >= 6 else 0)[: 8 if version < 4 else 16 if version < 6 else 24]
+    made = libc.syscall(ctypes.c_long(_LANDLOCK), rules, ctypes.c_size_t(len(rules)), 0)
+    if made < 0:
+        return
+    for path, rights in ((folder, writes), ("/dev/null", 1 << 1), ("/dev/zero", 1 << 1)):
+        with contextlib.suppress(OSError):
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            libc.syscall(ctypes.c_long(_LANDLOCK + 1), made, 1, struct.pack("=Qi", rights, place), 0)
+            os.close(place)
+    libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.syscall(ctypes.c_long(_LANDLOCK + 2), made, 0)
+    os.close(made)
 
 
 def _refuse_events() -> None:
@@ -293,7 +342,10 @@ def _run(libc: Any, request: dict[str, Any], user: int | None, isolated: bool) -
         libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
         none = struct.pack("6I", *[0] * 6)
         libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), none)  # root of its own namespace has all
-    if not isolated and not (libc is not None and _refuse_calls(libc, above)):
+    if libc is not None and not isolated:
+        _restrict(libc, request["cwd"])
+    filtered = libc is not None and _refuse_calls(libc, (above, request["host"]), isolated=isolated)
+    if not filtered and not isolated:
         _refuse_events()
     sys.argv[:] = ["code.py"]
     _execute(request["code"], echo=request["echo"])

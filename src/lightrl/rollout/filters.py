@@ -36,7 +36,7 @@ def load_filter(name: str, given: Callable[[SampleGroup], Any] | None = None) ->
 
 
 def nonzero_std(group: SampleGroup) -> tuple[bool, str]:
-    """Keeps groups whose rewards differ: in the others every advantage is 0.
+    """Keeps groups whose rewards differ, of several agents those of any one: in the others every advantage is 0.
 
     >>> from lightrl.types import Prompt, Sample
     >>> prompt = Prompt(index=0, tokens=[1], text="")
@@ -48,10 +48,11 @@ def nonzero_std(group: SampleGroup) -> tuple[bool, str]:
     >>> nonzero_std(group(0.0, 1.0)), nonzero_std(group(1.0, 1.0))
     ((True, ''), (False, 'zero_std'))
     """
-    rewards = [float(s.reward) for s in group.scored if s.reward is not None]
-    if len(rewards) < 2:
+    parts = [[float(s.reward) for s in part if s.reward is not None] for part in group.compared]
+    deviations = [stdev(rewards) for rewards in parts if len(rewards) > 1]
+    if not deviations:
         return False, "failed"
-    return (True, "") if stdev(rewards) > SMALLEST_STD else (False, "zero_std")
+    return (True, "") if max(deviations) > SMALLEST_STD else (False, "zero_std")
 
 
 def verdict_of(answer: Any, name: str) -> tuple[bool, str]:

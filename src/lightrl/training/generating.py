@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
-from lightrl.config.correction import CorrectionConfig
-from lightrl.config.schema import AlgorithmConfig, Config, CriticConfig, CriticOptimConfig, EvalConfig
+from lightrl.config.sampling_only import for_generation
+from lightrl.config.schema import Config
 from lightrl.errors import UserError
 from lightrl.observe.rollouts import RolloutWriter
 from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training.probe import rollout_writer
 from lightrl.training.trainer import Trainer
 from lightrl.types import SampleGroup
-
-
-def without_training(config: Config) -> Config:
-    """The settings without what only training needs: reference, critic, evaluation. What is sampled is the same."""
-    return replace(
-        config,
-        model=replace(config.model, reference_path=None),
-        algorithm=AlgorithmConfig(),
-        correction=CorrectionConfig(
-            score_centering_top_k=config.correction.score_centering_top_k,
-            routing_replay="rollout" if config.correction.routing_replay == "rollout" else "none",
-        ),
-        critic=CriticConfig(),
-        critic_optim=CriticOptimConfig(),
-        eval=EvalConfig(),
-        rollout=replace(config.rollout, schedule="sync", max_staleness=None, partial="drop"),
-        debug=replace(config.debug, rollouts=None),
-    )
 
 
 def check_out(out: Path) -> None:
@@ -46,7 +27,7 @@ def generate(config: Config, out: Path, *, steps: int, checkpoint: Path | None) 
     From the weights of `checkpoint`, or the model's own; prompts come from the beginning of their order.
     """
     check_out(out)
-    trainer = Trainer(without_training(config))
+    trainer = Trainer(for_generation(config), only_evaluate=True)
     try:
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint, weights_only=True)

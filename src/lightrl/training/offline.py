@@ -41,7 +41,11 @@ from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.training.value_model import ValueModel
 from lightrl.types import Microbatch
 
-_OF_RL = ("reward", "rollout", "engine", "sync", "algorithm", "correction", "critic", "critic_optim")
+_OF_RL = (
+    "reward", "rollout", "agent", "sandbox", "engine", "sync", "algorithm", "correction", "teacher", "critic",
+    "critic_optim", "dump", "debug",
+)  # fmt: skip
+_KEYS_OF_RL = ("run.on_step", "eval.url", "log.timeline_steps", "log.profile_steps")
 _COMMANDS = ("sft", "dpo", "rm")
 _EVAL_BATCH = 256  # rows of a set that are planned and packed together
 
@@ -283,9 +287,8 @@ class OfflineTrainer(ABC, Generic[Row]):
         sets: list[Any] = [self.rows, *self.eval_sets.values()]
         for text in dict.fromkeys(text for rows in sets for text in rows.notices):
             self.console.notice(text)
-        others = _OF_RL + tuple(name for name in _COMMANDS if name != self.command)
-        if unused := [name for name in others if getattr(self.config, name) != getattr(Config(), name)]:
-            self.console.notice(f"not used by lightrl {self.command}: {', '.join(f'[{name}]' for name in unused)}")
+        if unused := unused_settings(self.config, self.command):
+            self.console.notice(f"not used by lightrl {self.command}: {', '.join(unused)}")
         size = self._next_size()
         if size > len(self.rows):
             self.console.warning(
@@ -348,6 +351,18 @@ def _count(tally: Tally, means: Mapping[str, Mean], counts: Mapping[str, int], p
         tally.add(name, float(total) / max(count, 1), weight=count)
     for name, count in counts.items():
         tally.add(prefix + name, count, kind="sum")
+
+
+def unused_settings(config: Config, command: str) -> list[str]:
+    """Sections and keys that are set, and that `lightrl COMMAND` makes nothing of: one file may serve several."""
+    default = Config()
+    others = (*_OF_RL, *(name for name in _COMMANDS if name != command))
+    keys = [key.split(".") for key in _KEYS_OF_RL]
+    return [f"[{name}]" for name in others if getattr(config, name) != getattr(default, name)] + [
+        f"{section}.{key}"
+        for section, key in keys
+        if getattr(getattr(config, section), key) != getattr(getattr(default, section), key)
+    ]
 
 
 def trained_rows(batch: Microbatch) -> Microbatch:

@@ -193,8 +193,8 @@ def make_evaluator(config: Config) -> Evaluator | None:
     if spec.url is None:
         return None
     key = None
-    if spec.url_key_env is not None and not (key := os.environ.get(spec.url_key_env, "").strip()):
-        raise UserError(f"eval.url_key_env: the environment has no {spec.url_key_env}: export it, or drop this")
+    if spec.url_api_key_env is not None and not (key := os.environ.get(spec.url_api_key_env, "").strip()):
+        raise UserError(f"eval.url_api_key_env: the environment has no {spec.url_api_key_env}: export it, or drop this")
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise UserError(f"eval.url_key_env: {spec.url_key_env} holds characters that no HTTP header can have")
+        raise UserError(f"eval.url_api_key_env: {spec.url_api_key_env} holds characters that no HTTP header can have")
     return Evaluator(url=spec.url, key=key, timeout=spec.url_timeout, retries=spec.url_retries)

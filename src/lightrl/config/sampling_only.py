@@ -1,0 +1,51 @@
+"""The settings of commands that sample with a run's policy and do not train it: `lightrl eval`, `lightrl generate`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightrl.config.correction import CorrectionConfig
+from lightrl.config.looking import DebugConfig
+from lightrl.config.optim import CriticConfig, CriticOptimConfig, OptimConfig
+from lightrl.config.schema import AlgorithmConfig, Config, EvalConfig
+
+
+def for_evaluation(config: Config) -> Config:
+    """Without what only updates need, and without the evaluator elsewhere."""
+    rollout = replace(config.rollout, schedule="sync", max_staleness=None, partial="drop")
+    return replace(
+        _without_updates(config),
+        rollout=rollout,
+        eval=replace(config.eval, url=None, url_every=0, url_api_key_env=None),
+    )
+
+
+def for_generation(config: Config) -> Config:
+    """Without what only updates need, and without evaluation. What is sampled, and recorded with it, is the same."""
+    given = config.correction
+    correction = CorrectionConfig(
+        score_centering_top_k=given.score_centering_top_k,
+        routing_replay="rollout" if given.routing_replay == "rollout" else "none",
+    )
+    rollout = replace(config.rollout, schedule="sync", max_staleness=None, partial="drop")  # one policy draws all
+    return replace(_without_updates(config), rollout=rollout, correction=correction, eval=EvalConfig())
+
+
+def _without_updates(config: Config) -> Config:
+    """No reference and no critic are loaded; a key that only they or an optimizer read has its default.
+
+    `[teacher]` stays, as it may say what an engine tells of each token: `Trainer(only_evaluate=True)` loads none.
+    """
+    algorithm = AlgorithmConfig()
+    if not config.algorithm.estimator.rewards:  # nothing need be scored; any term will do that gives it a sense
+        algorithm = AlgorithmConfig(advantage="none", entropy_coef=1.0)
+    return replace(
+        config,
+        model=replace(config.model, reference_path=None),
+        algorithm=algorithm,
+        correction=CorrectionConfig(),
+        optim=OptimConfig(),
+        critic=CriticConfig(),
+        critic_optim=CriticOptimConfig(),
+        debug=DebugConfig(),
+    )
