@@ -88,6 +88,7 @@ def test_two_ranks_with_servers_and_with_embedded_engines(tmp_path: Path, server
 
     for name in "bc":
         (tmp_path / name).mkdir()
+        tiny_run.make_run(tmp_path / name)
     run_distributed(two_runs, 2, tmp_path, server, timeout=240)
     # servers: every prompt in its order, and nothing older than allowed, though answers outlived their weights
     rows = rows_of(tmp_path / "a", 2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 
 import pytest
@@ -340,6 +342,20 @@ def test_a_background_thread_that_ended_is_told_and_an_interrupt_cancels_its_wor
     living = Background()
     with pytest.raises(TimeoutError):  # the work's own, not that of waiting
         living.run(asyncio.wait_for(asyncio.sleep(30), 0.01))
+    cancelled = threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        living.run(work())
+    assert cancelled.wait(10)
     living.close()
     living.close()
 
