@@ -80,7 +80,10 @@ class CarriedCollection(Collection):
         return work
 
     def _begin(self, works: Iterable[Work], tasks: dict[asyncio.Task[None], Work]) -> None:
+        before = set(tasks)
         super()._begin(dict.fromkeys([*works, *self._next]), tasks)
+        for task in tasks.keys() - before:
+            task.add_done_callback(_look_at)
 
     @property
     def _is_idle(self) -> bool:
@@ -126,6 +129,12 @@ class CarriedCollection(Collection):
 
     async def _leave(self, tasks: dict[asyncio.Task[None], Work]) -> None:
         """What is under way goes on."""
+
+
+def _look_at(task: asyncio.Task[None]) -> None:
+    """The first error ends the run with its reason: asyncio need not complain of others that nobody asked for."""
+    if not task.cancelled():
+        task.exception()
 
 
 __all__ = ["CarriedCollection", "Carry"]
