@@ -56,6 +56,7 @@ LETTERS = "abcdefghij "
 def add_arguments(parser: Any) -> None:
     """Options of this op."""
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--earlier", nargs="*", default=[], help="result files whose rows go in front")
     parser.add_argument("--shape", default="Qwen3-30B-A3B", choices=list(LAYERS))
     parser.add_argument("--layers", type=int, help="of the model; all unless given")
     parser.add_argument("--gpus", type=int, default=8, help="ranks")
@@ -78,14 +79,14 @@ def add_arguments(parser: Any) -> None:
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of all parts."""
-    names = args.parts.split(",")
+    names = [name for name in args.parts.split(",") if name]
     if unknown := set(names) - set(PARTS):
         raise SystemExit(f"--parts: no {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     args.layers = args.layers or LAYERS[args.shape]
     args.expert_parallel = args.expert_parallel or args.gpus
     args.tensor_parallel = args.tensor_parallel or min(4, args.gpus)
     parts = {"step": run_step, "sync": run_sync, "train": run_train, "scaling": run_scaling, "kill": run_kill}
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = [row for file in args.earlier for row in json.loads(Path(file).read_text())["rows"]]
     for name in names:
         begun = time.monotonic()
         rows += parts[name](args)
@@ -104,7 +105,7 @@ def is_whole(args: argparse.Namespace) -> bool:
 
 @contextmanager
 def prepared(args: argparse.Namespace, **changes: Any) -> Iterator[tuple[dict[str, Any], Callable[..., Any]]]:
-    """A folder with model and prompts; settings, and `job(part, ranks)`, which runs ranks and returns the process."""
+    """A folder with model and prompts; settings, and `job(part, ranks)`, which runs ranks and says how they ended."""
     with tempfile.TemporaryDirectory(prefix="lightrl_scale_") as name:
         folder = Path(name)
         settings = {k: v for k, v in vars(args).items() if not isinstance(v, Path)} | {"folder": name} | changes
@@ -124,7 +125,15 @@ def prepared(args: argparse.Namespace, **changes: Any) -> Iterator[tuple[dict[st
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
             command += [str(Path(__file__)), part, json.dumps(settings | {"ranks": ranks} | more)]
             piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if more else {}
-            return subprocess.run(command, env=environment, timeout=LIMIT, text=True, check=not more, **piped)
+            process = subprocess.Popen(command, env=environment, text=True, **piped)
+            try:
+                output, _ = process.communicate(timeout=LIMIT)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # torchrun ends its ranks, which end SGLang
+                raise RuntimeError(f"{part}: not over after {LIMIT} s\n{process.communicate()[0] or ''}") from None
+            if process.returncode and not more:
+                raise RuntimeError(f"{part}: ended with {process.returncode}")
+            return subprocess.CompletedProcess(command, process.returncode, output)
 
         yield settings, job
 

@@ -94,11 +94,12 @@ class MemoryWatch:
         import torch
 
         self.stage, self.peaks, self._torch, self._stop = "sync", {}, torch, False  # type: ignore[var-annotated]
+        self._device = torch.cuda.current_device()  # a new thread's is the first of all
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while not self._stop:
-            free, total = self._torch.cuda.mem_get_info()
+            free, total = self._torch.cuda.mem_get_info(self._device)
             self.peaks[self.stage] = max(self.peaks.get(self.stage, 0), total - free)
             time.sleep(0.002)
 

@@ -25,13 +25,13 @@ _CONFIG_ARGS = "[TOML ...] [--section.key value ...]"
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _CONFIG_EPILOG = (
     "`lightrl config list` shows every key with its type, default and meaning. Sections: run, model, data, reward, "
-    "rollout, agent, sandbox, engine, sync, algorithm, correction, teacher, lora, sft, dpo, rm, optim, critic, "
-    "critic_optim, parallel, checkpoint, eval, log, dump, debug. "
+    "rollout, agent, endpoint, sandbox, engine, sync, algorithm, correction, teacher, lora, sft, dpo, rm, optim, "
+    "critic, critic_optim, parallel, checkpoint, eval, log, dump, debug. "
     "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )
 
 # Keys with functions whose other values the config knows by itself.
-_NAMED_IN_CONFIG = ("filter", "advantage", "loss", "generate", "map", "on_step")
+_NAMED_IN_CONFIG = ("filter", "advantage", "loss", "generate", "function", "map", "on_step")
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models in plain PyTorch.",

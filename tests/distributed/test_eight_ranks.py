@@ -1,8 +1,8 @@
 """The topology of a run on eight GPUs, on eight gloo ranks: experts over ranks beside FSDP2, engines of four ranks with
 a part of the weights each, ranks that are killed, and the end of it on four.
 
-Ranks are forks, as in `ranks.py`, but nobody ends those that wait for one that is gone: each has to end by itself, with a
-file for what it says. In place of SGLang stands `sglang_receiving`.
+Ranks are forks, as in `ranks.py`, but nobody ends those that wait for one that is gone: each has to end by itself. Each
+has a file for what it says. In place of SGLang stands `sglang_receiving`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tiny_run
 import torch
 from ranks import preloaded
 
-DYING, TIMEOUT = 5, 90.0
+DYING, TIMEOUT = 5, 120.0
 HEADS = {"heads": 8, "kv_heads": 2}
 SIGNS = (f"rank {DYING} left the job", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 BASE: dict[str, Any] = {
@@ -121,7 +121,7 @@ def check_topology(world: Any) -> None:
 
 
 def die(folder: Path) -> None:
-    (folder / "killed_at").write_text(str(time.time()))
+    (folder / "killed").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -170,12 +170,11 @@ def go_on(folder: Path, overrides: dict[str, Any]) -> None:
 
 
 def check_end(folder: Path, ranks: list[tuple[int | None, str]]) -> None:
-    """All are over before `parallel.timeout`, each by itself and with the reason."""
-    seconds = time.time() - float((folder / "killed_at").read_text())
+    """All are over, each by itself and with the reason: that another is gone, not that time is up."""
+    (folder / "killed").unlink()
     for rank, (code, text) in enumerate(ranks):
         assert code == (-signal.SIGKILL if rank == DYING else 1), f"rank {rank}, {code}: {text}"
         assert rank == DYING or any(sign in text for sign in SIGNS), f"rank {rank}: {text}"
-    assert seconds < TIMEOUT
 
 
 def check_engines(folder: Path, step: int, engines: int, *, spread: bool) -> None:

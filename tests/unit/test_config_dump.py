@@ -25,6 +25,7 @@ from lightrl.config.schema import (
     DebugConfig,
     DPOConfig,
     DumpConfig,
+    EndpointConfig,
     EngineConfig,
     EvalConfig,
     EvalSetConfig,
@@ -311,6 +312,7 @@ def test_dump_reloads() -> None:
         *("algorithm.tau_neg", "algorithm.kl_unbiased", "correction.use_rollout_logprobs", "parallel.context_parallel"),
         *("correction.score_centering_top_k", "teacher.url", "teacher.api_key_env", "teacher.request_timeout"),
         *("teacher.top_k_from", "agent.search_url", "rollout.generate"),
+        *(f"endpoint.{field.name}" for field in dataclasses.fields(EndpointConfig)),
     }
     for name, cls in sections().items():
         for field in dataclasses.fields(cls):
@@ -323,6 +325,13 @@ def test_dump_reloads() -> None:
         FULL, engine=EngineConfig(kind="sglang_server", urls=["http://a:1", "http://[::1]:2"])
     )
     assert reload(servers) == servers
+    endpoint = EndpointConfig(
+        command=["a", "b c"], concurrency=3, foreign_sampling="ignore", host="0.0.0.0", port=9, address="n", key_env="K"
+    )
+    agent = AgentConfig(environment="outside")
+    for given in (endpoint, EndpointConfig(function="m:f", max_body_mib=2), EndpointConfig(url="http://a/b")):
+        outside = Config(agent=agent, endpoint=given, data=DataConfig(apply_chat_template=True))
+        assert reload(outside) == outside
     hooked = Config(rollout=RolloutConfig(generate="m:f"))
     assert reload(hooked) == hooked
     for teacher in (

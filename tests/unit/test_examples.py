@@ -25,7 +25,7 @@ from lightrl.training.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOK = EXAMPLES / "notebook.ipynb"
-AGENTS = ("guess", "multi_agent", "retool", "search")
+AGENTS = ("guess", "multi_agent", "outside", "retool", "search")
 
 
 def load_example(name: str) -> ModuleType:
@@ -50,7 +50,7 @@ def test_agents(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     tiny_run.make_model(tmp_path / "model", max_position_embeddings=2048)
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3, 4, 5, 6, 7]}))
     tiny_run.make_data(tmp_path / "data.jsonl")
-    own_data = {} if name != "multi_agent" else {"data": {"path": str(tmp_path / "data.jsonl")}}
+    own_data = {} if name not in ("multi_agent", "outside") else {"data": {"path": str(tmp_path / "data.jsonl")}}
     config = load_config(
         EXAMPLES / name / "run.toml",
         run={"dir": str(tmp_path / "run"), "steps": 1, "device": "cpu"},

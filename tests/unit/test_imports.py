@@ -60,18 +60,22 @@ RULES = {
     "engine.sglang_copies": "torch |",
     "engine.sglang_derived": "torch |",
     "rollout": f"torch {SECTION} lightrl.engine.base lightrl.distributed lightrl.rewards lightrl.data lightrl.hooks |",
+    "rollout.endpoint": "h11 lightrl.config.schema lightrl.engine.base lightrl.errors lightrl.hooks lightrl.rewards "
+    "lightrl.rollout lightrl.types |",
     "rollout.tools.parsers": f"{SECTION} | sglang",
     "inspect": "torch rich lightrl.config lightrl.data lightrl.engine.base lightrl.errors lightrl.hooks "
     "lightrl.observe lightrl.rewards lightrl.rollout lightrl.training.hooks lightrl.types | tokenizers transformers",
     "training": f"torch transformers safetensors numpy {LIBRARY} lightrl.threads | lightrl.engine filelock",
 }
-# torchrun's variables; SGLang's; its servers' key, an evaluator's; who prints an error before torch; OMP_WAIT_POLICY.
+# torchrun's variables; SGLang's; its servers' key, an evaluator's; the endpoint's, and what its agents
+# inherit; who prints an error before torch; OMP_WAIT_POLICY.
 MAY_READ_ENVIRONMENT = {
     *(
         "distributed/mesh.py",
         "engine/sglang.py",
         "engine/sglang_start.py",
         "engine/sglang_server.py",
+        "rollout/endpoint/outside.py",
         "training/outside_eval.py",
         "ending.py",
         "doctor.py",

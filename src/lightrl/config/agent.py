@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic.dataclasses import dataclass
 
+from lightrl.config.endpoint import OUTSIDE
 from lightrl.config.kinds import STRICT, Code, PositiveInt, Seconds
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ class AgentConfig:
     """Rollouts of several turns (docs/agents.md): on with an `environment`, or with `tools` alone."""
 
     environment: Code = ""
-    """`package.module:Class` with `reset` and `step` (or `run`), one instance an episode. Default with `tools`: the
-    model calls them until it answers without a call."""
+    """`package.module:Class` with `reset` and `step` (or `run`), one instance an episode; `outside`: a program of yours
+    that talks to `[endpoint]`. Default with `tools`: the model calls them until it answers without a call."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
     tools: list[Code] = field(default_factory=list)
@@ -63,6 +64,11 @@ class AgentConfig:
         """Whether rollouts have turns."""
         return bool(self.environment or self.tools)
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether a program outside plays the episodes."""
+        return self.environment == OUTSIDE
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SandboxConfig:
@@ -91,7 +97,7 @@ def of_agents(config: Config) -> list[tuple[str, str]]:
             for f in fields(AgentConfig)
             if getattr(agent, f.name) != getattr(AgentConfig(), f.name)
         ]
-    if agent.environment and ":" not in agent.environment:
+    if agent.environment not in ("", OUTSIDE) and ":" not in agent.environment:
         problems.append(("agent.environment", f"{agent.environment!r}: write a class as package.module:Class"))
     for i, name in enumerate(agent.tools):
         if name not in TOOLS and ":" not in name:

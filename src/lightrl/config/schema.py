@@ -19,6 +19,8 @@ from lightrl.config.agent import AgentConfig as AgentConfig
 from lightrl.config.agent import SandboxConfig as SandboxConfig
 from lightrl.config.agent import of_agents
 from lightrl.config.correction import CorrectionConfig as CorrectionConfig
+from lightrl.config.endpoint import EndpointConfig as EndpointConfig
+from lightrl.config.endpoint import of_endpoints
 from lightrl.config.engines import EngineConfig as EngineConfig
 from lightrl.config.engines import SyncConfig as SyncConfig
 from lightrl.config.estimators import Estimator, estimator
@@ -414,6 +416,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -457,7 +460,7 @@ class Config:
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
         problems += rules.of_advantages(self) + rules.of_critics(self) + rules.of_shared_rows(self)
         problems += rules.of_losses(self) + rules.of_corrections(self) + rules.of_teachers(self) + lora_problems(self)
-        problems += looking_problems(self) + of_agents(self)
+        problems += looking_problems(self) + of_agents(self) + of_endpoints(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems

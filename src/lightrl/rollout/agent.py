@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightrl import hooks
-from lightrl.config.schema import AgentConfig, SandboxConfig
+from lightrl.config.schema import AgentConfig, EndpointConfig, SandboxConfig
 from lightrl.engine.base import EngineLostError
 from lightrl.errors import UserError
 from lightrl.rewards.calls import Caller
@@ -27,6 +27,9 @@ from lightrl.rollout.episode import Conversation, Episode, EpisodeOver, Limits, 
 from lightrl.rollout.rounds import Rounds
 from lightrl.rollout.tools import Parser, ToolBox, load_parser, load_tools
 from lightrl.types import Sample, Status
+
+if TYPE_CHECKING:
+    from lightrl.rollout.endpoint import OutsideAgents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,8 @@ class Agent:
     parser: Parser
     context_length: int
     caller: Caller = field(default_factory=Caller)
+    outside: OutsideAgents | None = None
+    """The environment, where that is `outside`."""
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
@@ -62,6 +67,8 @@ class Agent:
 
     def close(self) -> None:
         """End what tools and environments run; idempotent."""
+        if self.outside is not None:
+            self.outside.end()
         self.tools.close()
         self.caller.close()
 
@@ -74,15 +81,20 @@ def load_agent(
     end_ids: Sequence[int],
     context_length: int,
     template_kwargs: Mapping[str, Any] | None = None,
+    endpoint: EndpointConfig | None = None,
+    model: str = "",
+    graded: bool = False,
+    rank: int = 0,
 ) -> Agent | None:
     """What `[agent]` asks for; None where it is off. Needs a tokenizer, no model.
 
+    For agents outside: `[endpoint]`, the model's name, whether `[reward]` grades sessions without a reward, the rank.
     UserError for an environment, tool or parser that is not there or does not fit, and for a chat template that cannot
     write what they say.
     """
     if not config.enabled:
         return None
-    environment = _load_environment(config) if config.environment else None
+    environment = _load_environment(config) if config.environment and not config.is_outside else None
     tools = load_tools(config, sandbox)
     roles = ["user", *([config.tool_role] if config.tools else [])]
     remedy = ": set agent.tool_role = 'user'" if config.tools and config.tool_role == "tool" else ""
@@ -90,7 +102,7 @@ def load_agent(
         template = ChatTemplate(tokenizer, kwargs=template_kwargs, end_ids=end_ids, roles=roles, remedy=remedy)
     except TemplateError as error:
         raise UserError(f"agent.tool_role: {error}" if remedy else f"model.tokenizer: {error}") from error
-    return Agent(
+    agent = Agent(
         config=config,
         environment=environment,
         tools=tools,
@@ -98,6 +110,13 @@ def load_agent(
         parser=load_parser(config, tools.definitions),
         context_length=context_length,
     )
+    if not config.is_outside:
+        return agent
+    from lightrl.rollout.endpoint import OutsideAgents
+
+    settings = endpoint or EndpointConfig()
+    outside = OutsideAgents(settings, config, template, agent.caller, model=model, graded=graded, rank=rank)
+    return replace(agent, environment=outside, outside=outside)
 
 
 def sampler_of(agent: Agent | None, *, together: bool, final_only: bool = False, **parts: Any) -> Sampler:
@@ -208,18 +227,18 @@ class AgentSampler(Sampler):
             else:
                 await self._converse(episode, environment)
         except (EpisodeOver, EngineLostError):
-            return None
+            return episode.failure
         except Exception as error:
             if isinstance(error, TimeoutError) and episode.seconds_left <= 0:
                 for conversation in episode.conversations:
                     conversation.why = conversation.why or "time"
-                return None
+                return episode.failure
             return error
         finally:
             if environment is not None and hasattr(environment, "close"):
                 with contextlib.suppress(Exception):  # the episode is over, whatever its environment thinks of it
                     await self._ask(lambda _: environment.close(), None, episode)
-        return None
+        return episode.failure
 
     async def _converse(self, episode: Episode, environment: Any) -> None:
         """Turns in alternation with `reset` and `step`."""

@@ -92,20 +92,8 @@ class Conversation:
         episode = self.episode
         room = min(filter(None, (self.tokens_left, episode.limits.max_turn_tokens, max_tokens)))
         completion = await episode.sample(self, max(room, 1))
-        self._take(completion)
-        text = episode.template.text(completion.tokens)
-        raw = episode.template.text(completion.tokens, special=True)
-        self._last_text = text
-        self.messages.append({"role": "assistant", "content": text})
-        self.turns += 1
-        if completion.status is Status.COMPLETED:
-            self._last = (completion.tokens, raw)
-        elif completion.status is Status.TRUNCATED:
-            self.why = "context" if self.tokens_left <= 0 else "length"
-        elif completion.status is Status.ABORTED:
-            self.why = "time"
-        else:
-            self.failure = completion.error or "the engine gave no answer"
+        text, raw = self.record(completion)
+        if self.failure is not None:
             raise EpisodeOver("failed")
         return Turn(
             number=self.turns - 1,
@@ -117,6 +105,33 @@ class Conversation:
             messages=list(self.messages),
             tokens_left=self.tokens_left,
         )
+
+    def record(self, completion: Completion) -> tuple[str, str]:
+        """Take a turn that was sampled behind what is here; its text, without and with special tokens."""
+        self._take(completion)
+        text = self.episode.template.text(completion.tokens)
+        raw = self.episode.template.text(completion.tokens, special=True)
+        self._last_text = text
+        self.messages.append({"role": "assistant", "content": text})
+        self.turns += 1
+        if completion.status is Status.COMPLETED:
+            self._last = (completion.tokens, raw)
+        elif completion.status is Status.TRUNCATED:
+            self.why = "context" if self.tokens_left <= 0 else "length"
+        elif completion.status is Status.ABORTED:
+            self.why = "time"
+        else:
+            self.failure = completion.error or "the engine gave no answer"
+        return text, raw
+
+    def tell(self, messages: Sequence[Message], given: Sequence[int]) -> None:
+        """Take messages that the model was told, and their ids, which have no loss."""
+        self._tokens += given
+        self._mask += [0] * len(given)
+        self._logprobs += [None] * len(given)
+        self._given += len(given)
+        self.messages += messages
+        self._last = None
 
     def append(self, messages: Sequence[Message]) -> bool:
         """Tell the model something, up to where it answers. False, and nothing is told, if no room for an answer is
@@ -132,12 +147,7 @@ class Conversation:
         if not told or len(given) >= self.tokens_left:
             self.why = "context" if told else self.why
             return False
-        self._tokens += given
-        self._mask += [0] * len(given)
-        self._logprobs += [None] * len(given)
-        self._given += len(given)
-        self.messages += told
-        self._last = None
+        self.tell(told, given)
         return True
 
     def fork(self, agent: str | None = None) -> Conversation:
@@ -240,6 +250,8 @@ class Episode:
     final: Conversation | None = None
     """The one whose reward counts in an evaluation; default: the last that sampled anything."""
     lost: EngineLostError | None = None
+    failure: Exception | None = None
+    """Set by a program: what fails the whole episode, though it may have ended by its time."""
     began: float = field(default_factory=time.monotonic)
     turns: int = 0
     _tools_given: bool = False
@@ -261,6 +273,11 @@ class Episode:
         return conversation
 
     @property
+    def party(self) -> tuple[int, int]:
+        """Who it is in `rounds`."""
+        return self.group_index, self.number
+
+    @property
     def seconds_left(self) -> float:
         return self.began + self.limits.seconds - time.monotonic()
 
@@ -273,13 +290,12 @@ class Episode:
             conversation.why = "time"
             raise EpisodeOver("time")
         self.turns += 1
-        ask = Ask(
-            party=(self.group_index, self.number),
-            place=(conversation.number, conversation.turns),
-            tokens=conversation.tokens,
-            sampling=replace(self.sampling, max_new_tokens=max_tokens),
-            seed=self.seed_of(conversation.number, conversation.turns),
-        )
+        place = (conversation.number, conversation.turns)
+        return await self.draw(conversation.tokens, place, replace(self.sampling, max_new_tokens=max_tokens))
+
+    async def draw(self, tokens: list[int], place: tuple[int, int], sampling: SamplingParams) -> Completion:
+        """As `sample`, behind any ids; `place` is (conversation, turn), of its draws and its order in a round."""
+        ask = Ask(party=self.party, place=place, tokens=tokens, sampling=sampling, seed=self.seed_of(*place))
         timer = asyncio.get_running_loop().call_later(self.seconds_left, self.rounds.abort, ask)
         try:
             return await self.rounds.generate(ask)

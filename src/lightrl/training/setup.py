@@ -431,7 +431,9 @@ def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -
     return found
 
 
-def load_agent(config: Config, hf_config: Any, tokenizer: Any, context_length: int) -> Agent | None:
+def load_agent(
+    config: Config, hf_config: Any, tokenizer: Any, context_length: int, *, graded: bool, rank: int
+) -> Agent | None:
     """Of `[agent]`, before the model loads; None where it is off."""
     model = config.model
     if not config.agent.enabled:
@@ -444,6 +446,10 @@ def load_agent(config: Config, hf_config: Any, tokenizer: Any, context_length: i
         end_ids=end_ids,
         context_length=context_length,
         template_kwargs=config.data.chat_template_kwargs,
+        endpoint=config.endpoint,
+        model=model.path,
+        graded=graded,
+        rank=rank,
     )
 
 

@@ -96,7 +96,14 @@ class Trainer:
         setup.check_parallel(config.parallel, hf_config, f"model.path = {model.path}")
         setup.check_replay(config.correction, hf_config, f"model.path = {model.path}")
         self.context_length = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT
-        self.agent = setup.load_agent(config, hf_config, self.tokenizer, self.context_length)
+        self.agent = setup.load_agent(
+            config,
+            hf_config,
+            self.tokenizer,
+            self.context_length,
+            graded=reward is not None or bool(config.reward.type),
+            rank=self.world.rank,
+        )
         if self.agent is not None:
             self._held.callback(end, self.agent.close)
         self.prompts = load_prompts(
