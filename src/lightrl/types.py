@@ -86,6 +86,8 @@ class Sample:
     the L layers with a router, uint8 or int16; only with `correction.routing_replay = "rollout"`."""
     policy_versions: list[int] = field(default_factory=list)
     """Policy versions that produced tokens of this response, oldest first."""
+    version_tokens: list[int] | None = None
+    """How many tokens of the response each of `policy_versions` gave, where an answer was resumed with newer ones."""
     status: Status = Status.COMPLETED
     reward: float | None = None
     """None until scored, and for a failed sample."""

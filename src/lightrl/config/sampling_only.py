@@ -12,7 +12,12 @@ from lightrl.config.schema import AlgorithmConfig, Config, EvalConfig
 
 def for_evaluation(config: Config) -> Config:
     """Without what only updates need, and without the evaluator elsewhere."""
-    return replace(_without_updates(config), eval=replace(config.eval, url=None, url_every=0, url_api_key_env=None))
+    rollout = replace(config.rollout, schedule="sync", max_staleness=None, partial="drop")
+    return replace(
+        _without_updates(config),
+        rollout=rollout,
+        eval=replace(config.eval, url=None, url_every=0, url_api_key_env=None),
+    )
 
 
 def for_generation(config: Config) -> Config:
@@ -22,7 +27,8 @@ def for_generation(config: Config) -> Config:
         score_centering_top_k=given.score_centering_top_k,
         routing_replay="rollout" if given.routing_replay == "rollout" else "none",
     )
-    return replace(_without_updates(config), correction=correction, eval=EvalConfig())
+    rollout = replace(config.rollout, schedule="sync", max_staleness=None, partial="drop")  # one policy draws all
+    return replace(_without_updates(config), rollout=rollout, correction=correction, eval=EvalConfig())
 
 
 def _without_updates(config: Config) -> Config:

@@ -35,6 +35,7 @@ from lightrl.config.optim import CriticOptimConfig as CriticOptimConfig
 from lightrl.config.optim import OptimConfig as OptimConfig
 from lightrl.config.preferences import DPOConfig as DPOConfig
 from lightrl.config.preferences import RMConfig as RMConfig
+from lightrl.config.schedules import of_rollouts
 from lightrl.config.sft import SFTConfig as SFTConfig
 from lightrl.config.teacher import TeacherConfig as TeacherConfig
 
@@ -173,10 +174,32 @@ class RolloutConfig:
     oversample_prompts: PositiveInt | None = None
     """Prompts drawn at once with a `filter`; what is not needed is aborted and comes again in the next step. Default:
     `prompts_per_step`."""
+    schedule: Literal["sync", "one_step_off", "async"] = "sync"
+    """When samples are drawn. `sync`: before each step, by its weights. `one_step_off`: while the step before is being
+    trained on, by the weights that it began with. `async`: all the time; new weights take over in the middle of
+    answers (docs/rollouts.md)."""
+    max_staleness: Count | None = None
+    """`async`, `partial`: policy versions between a sample's oldest token and the weights that it is trained on, at
+    most; 0 is as `sync`. Default: 1."""
+    partial: Literal["drop", "mask", "correct"] = "drop"
+    """Answers under way when a step of `sync` has its groups: `drop` begins them anew; `mask` goes on with them in the
+    next step, and leaves what older weights drew out of the loss; `correct` trains on all of it, by `[correction]`."""
     max_draws: PositiveInt = 8
     """Most draws a step; after them it trains on what has passed, and stops the run when nothing has."""
     generate: Code = "none"
     """`package.module:function` that answers a prompt in place of one request to the engine (docs/inspect.md#hooks)."""
+
+    @property
+    def carries(self) -> bool:
+        """Whether generation goes on over the borders of steps."""
+        return self.schedule != "sync" or self.partial != "drop"
+
+    @property
+    def staleness(self) -> int:
+        """Most versions between a sample's oldest token and the weights that it is trained on."""
+        if not self.carries:
+            return 0
+        return 1 if self.max_staleness is None else self.max_staleness
 
     @property
     def prompts_per_draw(self) -> int:
@@ -460,7 +483,7 @@ class Config:
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
         problems += rules.of_advantages(self) + rules.of_critics(self) + rules.of_shared_rows(self)
         problems += rules.of_losses(self) + rules.of_corrections(self) + rules.of_teachers(self) + lora_problems(self)
-        problems += looking_problems(self) + of_agents(self) + of_endpoints(self)
+        problems += looking_problems(self) + of_agents(self) + of_endpoints(self) + of_rollouts(self)
         if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
             problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
         return problems

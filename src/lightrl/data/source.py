@@ -69,6 +69,14 @@ class PromptSource(Generic[T]):
                 self._order = self._permutation(self._epoch)
         return taken
 
+    def peek(self, n: int) -> list[T]:
+        """What `next` would deal, which stays where it is."""
+        place = self._epoch, self._position, self._order
+        try:
+            return self.next(n)
+        finally:
+            self._epoch, self._position, self._order = place
+
     def give_back(self, n: int) -> None:
         """The last `n` prompts that `next` dealt were not needed: they come again, first and in the same order."""
         self._position -= n

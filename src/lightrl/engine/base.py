@@ -48,6 +48,9 @@ class GenerateRequest:
     sampling: SamplingParams
     n: int = 1
     seeds: tuple[int, ...] | None = None
+    resumed: int = 0
+    """So many of the last `tokens` are the answer's own, sampled before: as many draws of its seed are used up, and a
+    stop string may begin in them."""
 
 
 @dataclass(kw_only=True)
@@ -59,6 +62,8 @@ class Completion:
     logprobs: list[float]
     status: Status
     policy_versions: list[int]
+    version_tokens: list[int] = field(default_factory=list)
+    """How many tokens each of `policy_versions` gave, where there are several."""
     error: str | None = None
     top_ids: list[list[int]] = field(default_factory=list)
     """With `SamplingParams.top_logprobs`: the likeliest tokens at each place."""

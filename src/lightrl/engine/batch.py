@@ -70,12 +70,21 @@ class Row:
     def start(cls, job: Job, number: int) -> Row:
         seeds = job.request.seeds
         # Random() takes entropy from the system
-        return cls(job=job, number=number, rng=random.Random(seeds[number]) if seeds else random.Random())
+        rng = random.Random(seeds[number]) if seeds else random.Random()
+        for _ in range(job.request.resumed):
+            rng.random()
+        return cls(job=job, number=number, rng=rng)
 
     @property
     def length(self) -> int:
         """Tokens so far, prompt included; the last one has no keys and values yet."""
         return len(self.job.request.tokens) + len(self.tokens)
+
+    @property
+    def _answer(self) -> list[int]:
+        """Its tokens, with those of before it was resumed."""
+        before = self.job.request.resumed
+        return self.job.request.tokens[-before:] + self.tokens if before else self.tokens
 
     def append(self, token: int, logprob: float, version: int, decode: Decode | None) -> Status | None:
         """Take one sampled token; how the answer ended, if it did."""
@@ -86,7 +95,7 @@ class Row:
         if token in self.job.stop_ids:
             return Status.COMPLETED
         stops = self.job.request.sampling.stop
-        if stops and decode is not None and _ends_with_stop(self.tokens, stops, decode):
+        if stops and decode is not None and _ends_with_stop(self._answer, stops, decode):
             return Status.COMPLETED
         return Status.TRUNCATED if len(self.tokens) >= self.job.max_tokens else None
 

@@ -25,7 +25,7 @@ from lightrl.distributed.waiting import waiting
 from lightrl.engine.base import Completion, EngineLostError, EngineStartError, GenerateRequest
 from lightrl.engine.sampling import check_request
 from lightrl.engine.sglang_process import HostProcess
-from lightrl.engine.sglang_requests import Model, Stops, completion_of, needs_watching, sampling_parameters
+from lightrl.engine.sglang_requests import Model, Stops, completion_of, sampling_parameters, stops_of
 from lightrl.engine.sglang_start import (
     check_platform,
     check_routing,
@@ -188,7 +188,7 @@ class SGLangEngine:
             self._count += 1
             rid = f"{request.id}#{number}#{self._count}"
             sampling = request.sampling
-            stops = Stops(sampling, self._model.decode) if needs_watching(sampling) else None
+            stops = stops_of(self._model, request)
             future: Future[Any] = host.submit(
                 "generate",
                 on_partial=None if stops is None else lambda out: self._look(host, rid, stops, out),

@@ -110,16 +110,26 @@ def completion_of(
 
 
 class Stops:
-    """Ends of an answer that SGLang cannot see: strings (it has no tokenizer here), and ids while it ignores EOS."""
+    """Ends of an answer that SGLang cannot see: strings (it has no tokenizer here), and ids while it ignores EOS.
 
-    def __init__(self, sampling: SamplingParams, decode: Callable[[list[int]], str]) -> None:
+    `before` are tokens that the answer had before it was resumed.
+    """
+
+    def __init__(
+        self, sampling: SamplingParams, decode: Callable[[list[int]], str], before: Sequence[int] = ()
+    ) -> None:
         self._ids = frozenset(sampling.stop_token_ids)
         self._strings = sampling.stop
+        self._before = list(before)
         self._decode = decode
         self.found = False
 
     def end(self, tokens: list[int]) -> int | None:
-        """Length of the answer with its end, None if there is none yet."""
+        """How many of these tokens there are up to the answer's end, None if there is none yet."""
+        end = self._end(self._before + tokens)
+        return None if end is None else end - len(self._before)
+
+    def _end(self, tokens: list[int]) -> int | None:
         by_id = next((i + 1 for i, token in enumerate(tokens) if token in self._ids), None)
         shown = tokens[:by_id]
         if not any(s in self._decode(shown) for s in self._strings):
@@ -133,6 +143,13 @@ class Stops:
             else:
                 low = middle + 1
         return low
+
+
+def stops_of(model: Model, request: GenerateRequest) -> Stops | None:
+    """None where SGLang sees all ends itself."""
+    if not needs_watching(request.sampling):
+        return None
+    return Stops(request.sampling, model.decode, request.tokens[len(request.tokens) - request.resumed :])
 
 
 def needs_watching(sampling: SamplingParams) -> bool:

@@ -26,7 +26,7 @@ from lightrl.engine.base import Completion, GenerateRequest
 from lightrl.engine.sampling import check_request
 from lightrl.engine.sglang_answers import fields_of
 from lightrl.engine.sglang_http import PAUSES, RefusedError, Server, ServerError, UnreachableError
-from lightrl.engine.sglang_requests import Model, Stops, completion_of, needs_watching, sampling_parameters
+from lightrl.engine.sglang_requests import Model, Stops, completion_of, sampling_parameters, stops_of
 from lightrl.errors import UserError
 from lightrl.sync.broadcast import BroadcastSync
 from lightrl.sync.disk import DiskSync
@@ -168,7 +168,7 @@ class SGLangServers:
 
     async def _attempt(self, server: Server, request: GenerateRequest, number: int) -> Completion:
         rid = f"{request.id}#{number}#{uuid.uuid4().hex}"  # a new one each time: the last may live on there
-        stops = Stops(request.sampling, self._model.decode) if needs_watching(request.sampling) else None
+        stops = stops_of(self._model, request)
         live = self._live[request.id]
         live[rid] = server  # stays when this is cancelled or the connection breaks: `generate` ends it
         try:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from lightrl.engine.base import Completion, Engine, EngineLostError, GenerateRequest, SamplingParams
 from lightrl.rollout.hooked import Generate, GenerateTask, HookRun
 from lightrl.rollout.seeds import sample_seed as sample_seed
+from lightrl.rollout.selection import Verdict
 from lightrl.types import Prompt, Sample, SampleGroup, Status
 
 R = TypeVar("R")
@@ -48,6 +49,8 @@ class Work:
     """All answers are there: what is left is their scoring."""
     is_dropped: bool = False
     """Not needed any more: it is not scored."""
+    verdict: Verdict | None = None
+    """Whether the group passes, once it is there."""
     hook: HookRun | None = None
     """The call of `rollout.generate` that is under way for it."""
 
@@ -204,6 +207,7 @@ def _sample(
         rollout_top_logprobs=completion.top_logprobs or None,
         rollout_routing=completion.routing,
         policy_versions=completion.policy_versions,
+        version_tokens=completion.version_tokens or None,
         status=completion.status,
     )
     if completion.error is not None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import wait
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightrl.distributed.mesh import World, deal
-from lightrl.engine.base import EngineLostError, Restartable
+from lightrl.engine.base import Engine, EngineLostError, Restartable
 from lightrl.rollout.collect import Sampler, Work, run_async
 from lightrl.rollout.filters import Filter
+from lightrl.rollout.pausable import PausableEngine
 from lightrl.rollout.selection import Selection, Verdict
 from lightrl.threads import spawn
 from lightrl.types import SampleGroup
 
-_BEAT = 0.2
+BEAT = 0.2
 """Seconds between two exchanges of verdicts among ranks: what they may go on generating after enough has passed."""
 
 
@@ -49,9 +51,13 @@ class Collection:
     draw_early: bool = False
     on_group: Callable[[SampleGroup], None] = lambda group: None
     on_restart: Callable[[int, str], None] = lambda count, why: None
+    run_on: Callable[[Coroutine[Any, Any, None]], None] | None = None
+    """Runs what is asynchronous; None: on an event loop of its own (`run_async`)."""
     restart: Callable[[], None] | None = None
     """Restarts this rank's engine; None: `Restartable.restart` alone."""
     _works: list[Work] = field(default_factory=list, init=False)
+    _tasks: dict[asyncio.Task[None], Work] = field(default_factory=dict, init=False)
+    _told: set[int] = field(default_factory=set, init=False)
     _lost: bool = field(default=False, init=False)
     _why: str = field(default="", init=False)
 
@@ -64,7 +70,7 @@ class Collection:
         """
         self._deal()
         while True:
-            run_async(self._round())
+            self._run(self._round())
             self._revive(renew)
             if self.selection.end is not None:
                 break
@@ -72,23 +78,21 @@ class Collection:
         mine = [w.group for w in self._works if w.group is not None and w.group_index in kept]
         return sorted(mine, key=lambda group: group.group_index)
 
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        (self.run_on or run_async)(work)
+
     def _deal(self) -> None:
         for index, prompt in deal(self.world, self.selection.draw(), self.ranks_per_engine):
             self._works.append(Work(group_index=index, prompt=prompt))
 
     async def _round(self) -> None:
         """Until the selection is made, or no rank can go on: some engine is lost."""
-        tasks: dict[asyncio.Task[None], Work] = {}
-        verdicts: dict[int, Verdict] = {}
+        tasks = self._tasks
         try:
             while True:
-                under_way = set(tasks.values())
-                for work in self._works if not self._lost else ():
-                    if work.group is None and work not in under_way:
-                        tasks[asyncio.create_task(self._complete(work, verdicts))] = work
+                self._begin(self._works, tasks)
                 await self._wait(tasks)
-                mine = _Report(verdicts=dict(verdicts), is_idle=not tasks)
-                verdicts.clear()  # now: groups go on being done while ranks exchange
+                mine = _Report(verdicts=self._news(), is_idle=self._is_idle)
                 reports = await self._exchange(mine)
                 for report in reports:
                     self.selection.note(report.verdicts)
@@ -101,27 +105,61 @@ class Collection:
                     break
             await self._drop(tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._leave(tasks)
 
-    async def _complete(self, work: Work, verdicts: dict[int, Verdict]) -> None:
+    @property
+    def _is_idle(self) -> bool:
+        return not self._tasks
+
+    async def _leave(self, tasks: dict[asyncio.Task[None], Work]) -> None:
+        """After an error: nothing of it goes on."""
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks.clear()
+
+    def _begin(self, works: Iterable[Work], tasks: dict[asyncio.Task[None], Work]) -> None:
+        """Start what is not done and not under way."""
+        under_way = set(tasks.values())
+        for work in works if not self._lost else ():
+            if work.group is None and work not in under_way:
+                tasks[asyncio.create_task(self._complete(work))] = work
+
+    def _news(self) -> dict[int, Verdict]:
+        """Verdicts that no rank knows yet."""
+        new = {
+            work.group_index: work.verdict
+            for work in self._works
+            if work.verdict is not None and work.group_index not in self._told
+        }
+        self._told.update(new)
+        return new
+
+    async def _complete(self, work: Work) -> None:
         try:
             group = await self.sampler.complete(work)
         except EngineLostError as error:
-            if not isinstance(self.sampler.engine, Restartable):
+            if not isinstance(self._engine, Restartable):
                 raise
             self._lost, self._why = True, error.line
             return
         if group is not None:
             self.prepare(group)
-            verdicts[work.group_index] = self._judge(group)
-            self.on_group(group)
+            work.verdict = self._judge(group)
+            self._done(group)
+
+    def _done(self, group: SampleGroup) -> None:
+        self.on_group(group)
 
     def _judge(self, group: SampleGroup) -> Verdict:
         keep, reason = (True, "") if self.judge is None else self.judge(group)
         rewards = [float(s.reward) for s in group.scored if s.reward is not None]
         return Verdict(keep=keep, reason=reason, reward_sum=sum(rewards), num_scored=len(rewards))
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self.sampler.engine
+        return engine.inner if isinstance(engine, PausableEngine) else engine
 
     async def _wait(self, tasks: dict[asyncio.Task[None], Work]) -> None:
         """Until there may be something to decide; the first error is raised. Tasks that are done leave `tasks`."""
@@ -130,7 +168,7 @@ class Collection:
         alone = self.world.size == 1
         await asyncio.wait(
             tasks,
-            timeout=None if alone or self.judge is None else _BEAT,
+            timeout=None if alone or self.judge is None else BEAT,
             return_when=asyncio.FIRST_COMPLETED if alone and self.judge is not None else asyncio.FIRST_EXCEPTION,
         )
         self._settle(tasks, [task for task in tasks if task.done()])
@@ -149,7 +187,7 @@ class Collection:
         try:
             return await asyncio.wrap_future(reports)
         except asyncio.CancelledError:
-            wait([reports], 5 * _BEAT)
+            wait([reports], 5 * BEAT)
             raise
 
     async def _drop(self, tasks: dict[asyncio.Task[None], Work]) -> None:
@@ -166,7 +204,7 @@ class Collection:
 
     def _revive(self, renew: Callable[[], None]) -> None:
         """Restart the engines that died, on all ranks together."""
-        engine = self.sampler.engine
+        engine = self._engine
         while True:
             is_lost = self._lost or (isinstance(engine, Restartable) and engine.lost)
             reasons: list[str | None] = self.world.gather(self._why if is_lost else None)

@@ -28,7 +28,7 @@ class Selection:
     So neither the number of ranks nor the speed of an answer decides what is trained on, and prompts are used up in
     their order: those behind the last group that was needed were not looked at, and can be dealt again. `more` deals
     the prompts of a further draw when those so far have too few that pass; at most `max_draws` are made, the `first`
-    counted.
+    counted. `peek` shows the prompts that it would deal next.
 
     >>> a, b, c = (Prompt(index=i, tokens=[1], text="") for i in range(3))
     >>> selection = Selection([a, b, c], start=10, wanted=1)
@@ -47,6 +47,7 @@ class Selection:
         wanted: int,
         more: Callable[[], Sequence[Prompt]] | None = None,
         max_draws: int = 1,
+        peek: Callable[[int], Sequence[Prompt]] | None = None,
     ) -> None:
         self.wanted = wanted
         self.num_draws = 0
@@ -54,7 +55,8 @@ class Selection:
         self.kept: list[int] = []
         """Numbers of the groups to train on, so far."""
         self._first = first
-        self._start = start
+        self.start = start
+        self._peek = peek
         self._more = more
         self._max_draws = 1 if more is None else max_draws
         self._verdicts: dict[int, Verdict] = {}
@@ -83,23 +85,30 @@ class Selection:
         """Numbered prompts of the next draw."""
         assert self.num_draws == 0 or self._more is not None
         prompts = self._more() if self._more is not None and self.num_draws else self._first
-        numbered = list(enumerate(prompts, start=self._start + self.num_drawn))
+        numbered = list(enumerate(prompts, start=self.start + self.num_drawn))
         self.num_draws += 1
         self.num_drawn += len(numbered)
         return numbered
 
+    def ahead(self, end: int) -> list[tuple[int, Prompt]]:
+        """Numbered prompts that are not drawn yet, up to number `end`: those of steps to come."""
+        first = self.start + self.num_drawn
+        if self._peek is None or end <= first:
+            return []
+        return list(enumerate(self._peek(end - first), start=first))
+
     def note(self, verdicts: Mapping[int, Verdict]) -> None:
         """Take in verdicts by group number, in any order."""
         self._verdicts.update(verdicts)
-        while len(self.kept) < self.wanted and (verdict := self._verdicts.get(self._start + self._seen)) is not None:
+        while len(self.kept) < self.wanted and (verdict := self._verdicts.get(self.start + self._seen)) is not None:
             if verdict.keep:
-                self.kept.append(self._start + self._seen)
+                self.kept.append(self.start + self._seen)
             self._seen += 1
 
     def record(self) -> dict[str, Any]:
         """All that `replay` needs, as JSON."""
         return {
-            "start": self._start,
+            "start": self.start,
             "draws": self.num_draws,
             "drawn": self.num_drawn,
             "verdicts": {str(number): asdict(verdict) for number, verdict in sorted(self._verdicts.items())},
@@ -108,9 +117,9 @@ class Selection:
     def replay(self, record: Mapping[str, Any], what: str) -> None:
         """Draw, and take in verdicts, as the selection of that `record` did. UserError, beginning with `what`, where
         this one stands elsewhere or draws others."""
-        if record["start"] != self._start:
+        if record["start"] != self.start:
             raise UserError(
-                f"{what} begins with group {record['start']}, this run stands at {self._start}: keep [rollout] as it "
+                f"{what} begins with group {record['start']}, this run stands at {self.start}: keep [rollout] as it "
                 "was, and start with the step that the dump starts with"
             )
         while self.num_draws < record["draws"] and (self._more is not None or self.num_draws == 0):
@@ -126,7 +135,7 @@ class Selection:
 
     def metrics(self) -> dict[str, float]:
         """Counts of the groups looked at, `filter/…`; names and meanings are in docs/metrics.md."""
-        looked_at = [self._verdicts[self._start + i] for i in range(self._seen)]
+        looked_at = [self._verdicts[self.start + i] for i in range(self._seen)]
         dropped = Counter(v.reason for v in looked_at if not v.keep)
         counts: dict[str, float] = {
             "filter/drawn": self._seen,

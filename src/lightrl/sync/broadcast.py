@@ -16,6 +16,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -191,18 +192,23 @@ class BroadcastSync:
     def _leave(self) -> None:
         group, self._group, self._store = self._group, None, None
         if group is not None:
-            spawn(_abandon, group, self._broken is not None)
+            held = [group]
+            del group  # freed in the thread, which must not be in the middle of it when the process ends
+            leaving = spawn(_abandon, held, self._broken is not None)
+            if self._broken is None:
+                wait([leaving], _GOODBYE)
 
 
-def _abandon(group: Any, broken: bool) -> None:
-    """Abort what is under way, and keep a broken group for as long as the process lives.
+def _abandon(held: list[Any], broken: bool) -> None:
+    """Abort what is under way and free the one group in `held`; keep a broken one for as long as the process lives.
 
     Freeing one of gloo's waits, without letting Python run, until its broadcast times out.
     """
     with contextlib.suppress(RuntimeError):  # not every backend can
-        group.abort()
+        held[0].abort()
     if broken:
         threading.Event().wait()
+    held.clear()
 
 
 def plan(layout: Iterable[tuple[str, Sequence[int], torch.dtype]], limit: int) -> list[Bucket]:

@@ -30,16 +30,23 @@ class State(Protocol):
     def come_back(self) -> None: ...
 
 
-def sync_weights(policy: Lender, engine: Engine, version: int, state: State | None = None) -> None:
+def sync_weights(
+    policy: Lender, engine: Engine, version: int, state: State | None = None, *, beside: bool = False
+) -> None:
     """Give the engine version `version` of the policy's weights, until `release_engine`. A collective.
 
     An engine in this process borrows the policy's whole tensors, so no second copy of the model exists. One in another
     process gets them layer by layer. Where it shares the GPU, it takes its weights first, then the training `state`
     leaves if both do not fit, and only then comes its KV cache: the peak is that of training or of generating.
+
+    With `beside` the engine generates while the policy is trained: one in this process makes a copy, and nothing is
+    lent.
     """
     if not isinstance(engine, GroupLoader):
         engine.onload(("weights",))
-        engine.load_weights(policy.lend(), version, share=True)
+        engine.load_weights(policy.lend(), version, share=not beside)
+        if beside:
+            policy.reclaim()
         engine.onload(("kv_cache",))
         return
     colocated = engine if isinstance(engine, Colocated) else None

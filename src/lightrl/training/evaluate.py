@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,6 +105,7 @@ def evaluate(
     generate: Generate | None = None,
     agent: Agent | None = None,
     together: bool = True,
+    run_on: Callable[[Coroutine[Any, Any, None]], None] | None = None,
 ) -> dict[str, float]:
     """Metrics of all sets, equal on every rank. Prompts are dealt out over ranks; the weights are in the engine.
 
@@ -138,6 +139,7 @@ def evaluate(
                 on_group=lambda group: bar.advance(len(group.samples)),
                 on_restart=on_restart,
                 restart=restart,
+                run_on=run_on,
             ).run(renew)
         eval_set.scorer.check_failures(world.gather(eval_set.scorer.take_stats()))
         if writer is not None:

@@ -40,6 +40,11 @@ class Probe:
         """For what samples; None outside `log.timeline_steps`."""
         return None if self._timeline is None else self._timeline.span
 
+    def watch_any(self, what: str, group: int, samples: Sequence[int], start: float, end: float) -> None:
+        """`watch` of samples that may outlive their step: drawn into the one that is under way when they are done."""
+        if (watch := self.watch) is not None:
+            watch(what, group, samples, start, end)
+
     def begin(self, step: int) -> StageTimer:
         """The timer of the step's stages. What a step that broke off had begun is forgotten."""
         self._timeline = Timeline(self._world.rank) if _within(step, self._log.timeline_steps) else None

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
 from lightrl.distributed.mesh import deal, set_deterministic
-from lightrl.engine.base import EngineLostError, Restartable
+from lightrl.engine.base import Engine, EngineLostError, Restartable
 from lightrl.errors import UserError, end
 from lightrl.models import load
 from lightrl.observe.console import Console
@@ -29,7 +29,7 @@ from lightrl.observe.timing import StageTimer
 from lightrl.observe.trackers import Trackers
 from lightrl.rewards import Scorer, check_labels
 from lightrl.rollout.agent import sampler_of
-from lightrl.rollout.collect import apply_truncation
+from lightrl.rollout.collect import Sampler, apply_truncation
 from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
 from lightrl.sync.weights import release_engine, sync_weights
@@ -47,6 +47,7 @@ from lightrl.training.optim import advance, build_optimizer, build_schedule
 from lightrl.training.outside_eval import OutsideEvaluation
 from lightrl.training.packing import TrainSample
 from lightrl.training.probe import Probe
+from lightrl.training.rollouts import CarriedRollouts, check_staleness, mask_older
 from lightrl.training.teacher import Teacher, check_teacher
 from lightrl.training.update import mismatch_metrics, update
 from lightrl.types import Microbatch, Prompt, SampleGroup
@@ -169,6 +170,9 @@ class Trainer:
             idle=self.dumped is not None,
         )
         self._held.callback(end, lambda: self.engine.close())
+        self.carried = CarriedRollouts.build(config, self.engine, self.world, self.policy, self.state)
+        if self.carried is not None:
+            self._held.callback(end, self.carried.close)
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
         self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
         for text in setup.warnings(config, self.policy, self.tokenizer, len(self.prompts)):
@@ -186,6 +190,9 @@ class Trainer:
                 "a step was interrupted in its updates: make a new Trainer, which resumes from a checkpoint"
             )
         tally, timer = Tally(), self.probe.begin(self.steps_done + 1)
+        if self.carried is not None:
+            with timer("generate"):
+                self.carried.settle()
         with timer("sync"):
             self._sync_engine()
         selection = self.selection(prompts, source)
@@ -193,9 +200,11 @@ class Trainer:
             groups = self.collect(prompts, selection)
         if source is not None:
             source.give_back(selection.num_unused)
+        if self.dumped is None:
+            check_staleness(groups, self.policy_version, self.config.rollout.staleness, tally)
         self.probe.collected(self.steps_done + 1, groups, selection)
         with timer("sync"):
-            release_engine(self.policy, self.engine, self.state)
+            self._take_back()
         with timer("train"):
             set_advantages(groups, self.advantages)
             if self.teacher is not None:
@@ -273,6 +282,7 @@ class Trainer:
             start=self.groups_done,
             wanted=len(prompts) if self.filter is None else rollout.prompts_per_step,
             more=None if source is None else partial(source.next, rollout.prompts_per_draw),
+            peek=None if source is None else source.peek,
             max_draws=rollout.max_draws,
         )
 
@@ -283,20 +293,10 @@ class Trainer:
             return self.dumped.groups(self.steps_done + 1, selection, self.world)
         mine = deal(self.world, prompts, self.config.engine.tensor_parallel)
         total = len(mine) * rollout.group_size if self.filter is None else None
+        steps_left = self.config.run.steps - self.steps_done - 1
         with self.console.progress("generating", total=total) as bar:
-            groups = Collection(
-                sampler=sampler_of(
-                    self.agent,
-                    together=self.config.engine.kind == "transformers",
-                    engine=self.engine,
-                    sampling=self.sampling,
-                    group_size=rollout.group_size,
-                    scorer=self.scorer,
-                    decode=self.decode,
-                    seed=self.config.run.seed,
-                    generate=self.generate,
-                    watch=self.probe.watch,
-                ),
+            groups = self._collection(
+                steps_left=max(steps_left, 0),
                 selection=selection,
                 world=self.world,
                 ranks_per_engine=self.config.engine.tensor_parallel,
@@ -309,7 +309,28 @@ class Trainer:
             ).run(self._renew_engine)
         self.scorer.check_failures(self.world.gather(self.scorer.take_stats()))
         self._check_selection(selection)
+        if rollout.partial == "mask":
+            mask_older(groups, self.policy_version)
         return groups
+
+    def _collection(self, steps_left: int, **parts: Any) -> Collection:
+        if self.carried is not None:
+            return self.carried.collection(self._sampler, steps_left=steps_left, **parts)
+        return Collection(sampler=self._sampler(self.engine), **parts)
+
+    def _sampler(self, engine: Engine) -> Sampler:
+        return sampler_of(
+            self.agent,
+            together=self.config.engine.kind == "transformers" and self.carried is None,
+            engine=engine,
+            sampling=self.sampling,
+            group_size=self.config.rollout.group_size,
+            scorer=self.scorer,
+            decode=self.decode,
+            seed=self.config.run.seed,
+            generate=self.generate,
+            watch=self.probe.watch if self.carried is None else self.probe.watch_any,
+        )
 
     def _check_selection(self, selection: Selection) -> None:
         """Too few groups that pass are worth a warning; none at all ends the run."""
@@ -329,7 +350,10 @@ class Trainer:
             self._renew_engine()
 
     def _renew_engine(self) -> None:
-        sync_weights(self.policy, self.engine, self.policy_version, self.state)
+        if self.carried is not None:
+            self.carried.sync(self.policy_version)
+        else:
+            sync_weights(self.policy, self.engine, self.policy_version, self.state)
 
     def _restart_engine(self) -> None:
         """In place of one that was lost. The training state is still on the GPU where that was not while generating."""
@@ -394,6 +418,8 @@ class Trainer:
         for name, stage in (("tokens", "total"), ("generated_tokens", "generate"), ("trained_tokens", "train")):
             if times.get(f"time/{stage}"):
                 metrics[f"perf/{name}_per_second"] = tokens / times[f"time/{stage}"]
+        if self.carried is not None:
+            metrics |= self.carried.take_metrics()
         return metrics | times | setup.peak_memory(self.world)
 
     # ---- the run ----
@@ -430,7 +456,7 @@ class Trainer:
         with timer("evaluate"):
             self._sync_engine()
             metrics = evaluate(
-                self.engine,
+                self.engine if self.carried is None else self.carried.engine,
                 self.eval_sets,
                 world=self.world,
                 decode=self.decode,
@@ -445,8 +471,9 @@ class Trainer:
                 generate=self.generate,
                 agent=self.agent,
                 together=self.config.engine.kind == "transformers",
+                run_on=None if self.carried is None else self.carried.run,
             )
-            release_engine(self.policy, self.engine, self.state)
+            self._take_back()
         self.console.evaluation(self.steps_done, metrics)
         return metrics | {"time/evaluate": timer.seconds("evaluate")}
 
@@ -464,6 +491,8 @@ class Trainer:
         `weights_only`, to evaluate: training data may be another than the checkpoint's.
         """
         self._take_back()
+        if self.carried is not None:
+            self.carried.forget()
         extra = self.loop.load(folder, self, weights_only=weights_only)
         self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
         self.groups_done = extra["groups"]
@@ -492,7 +521,10 @@ class Trainer:
 
     def _take_back(self) -> None:
         """Weights and training state are in place. They were lent, or away, where a step or an evaluation broke off."""
-        release_engine(self.policy, self.engine, self.state)
+        if self.carried is not None:
+            self.carried.release()
+        else:
+            release_engine(self.policy, self.engine, self.state)
 
     def close(self) -> None:
         """Free engine, reward workers and, if it was claimed, the folder."""
