@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
@@ -26,17 +25,13 @@ def train(folder: str, name: str) -> None:
     close_world()
 
 
-def test_two_ranks_play_what_one_plays(tmp_path: Path) -> None:
+def test_two_ranks_play_what_one_plays(tmp_path: Path, run_distributed: Any) -> None:
     from test_endpoint_run import outside_config
 
     from lightrl.observe.dumps import read_samples
 
-    tests = Path(__file__).parents[1]
-    paths = os.pathsep.join(map(str, [tests.parent / "src", tests, tests / "unit"]))
-    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     outside_config(tmp_path, "two")  # writes the model
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    subprocess.run([*command, str(tmp_path), "two"], env=env, check=True, timeout=240)
+    run_distributed(train, 2, tmp_path, "two")
     train(str(tmp_path), "one")
     kept = ("group", "index", "tokens", "loss_mask", "reward", "status", "metadata")
     one, two = ([[r[k] for k in kept] for r in read_samples(tmp_path / name, 1)] for name in ("one", "two"))
@@ -45,7 +40,3 @@ def test_two_ranks_play_what_one_plays(tmp_path: Path) -> None:
     urls = [(tmp_path / f"two{rank}").read_text() for rank in range(2)]
     assert len(set(urls)) == 2
     assert all(url.startswith("http://127.0.0.1:") for url in urls)
-
-
-if __name__ == "__main__":
-    train(*sys.argv[1:])

@@ -431,13 +431,14 @@ def test_dropped_groups_end_at_once(together: bool) -> None:
         ({"tools": ["python"], "parser": "hermse"}, "agent.parser: no parser 'hermse': did you mean 'hermes'?"),
         ({"tools": ["search"]}, "agent.search_corpus: not set; the tool 'search' needs a jsonl file"),
         ({"tools": ["search"], "search_url": "host:1"}, "agent.search_url: 'host:1' is not of the form"),
+        ({"tools": ["search"], "search_url": "http://me:secret@host:1/x"}, "'http://…@host:1/x' is not of the form"),
         ({"tools": ["python"], "search_corpus": "x"}, "agent.search_corpus: only used by the tool 'search'"),
         ({"max_turns": 3}, "agent.max_turns: only used with agent.environment or agent.tools"),
         ({"environment": "Guess"}, "agent.environment: 'Guess': write a class as package.module:Class"),
         ({"tools": ["python"], "max_turn_tokens": 99999}, "agent.max_turn_tokens: 99999 exceeds rollout.max_resp"),
         ({"tools": ["python"], "tool_timeout": 90.0}, "agent.tool_timeout: 90 s of one call exceed agent.turn_timeout"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_config_mistakes(agent: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:

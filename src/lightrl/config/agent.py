@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -133,8 +134,9 @@ def _of_search(agent: AgentConfig) -> list[tuple[str, str]]:
         return [("agent.search_url", "agent.search_corpus is searched already: drop one of the two")]
     if not given:
         return [("agent.search_corpus", "not set; the tool 'search' needs a jsonl file, or agent.search_url")]
-    if agent.search_url is not None and not agent.search_url.startswith(("http://", "https://")):
-        return [("agent.search_url", f"{agent.search_url!r} is not of the form http://HOST:PORT/PATH")]
+    if agent.search_url is not None and re.fullmatch(r"https?://[^\s@/?#]+([/?]\S*)?", agent.search_url) is None:
+        shown = re.sub(r"//.*@", "//…@", agent.search_url)
+        return [("agent.search_url", f"{shown!r} is not of the form http://HOST:PORT/PATH")]
     return []
 
 
