@@ -96,7 +96,7 @@ class Part(nn.Module):
 
 class Manager:
     def __init__(self, arguments):
-        self.last_receive_tstamp, self.number = 0.0, arguments["random_seed"]
+        self.last_receive_tstamp, self.number, self.version = 0.0, arguments["random_seed"], "default"
         config = json.loads(pathlib.Path(arguments["model_path"], "config.json").read_text())
         config.setdefault("num_experts", config.get("num_local_experts"))  # transformers 5 writes the latter
         self.vocabulary, ranks = config["vocab_size"], arguments["tp_size"]
@@ -116,7 +116,7 @@ class Manager:
             assert not any(p.isnan().any() for part in self.parts for p in part.parameters()), "no weights"
         logprob = -float(torch.tensor(self.vocabulary).log())
         meta = {"output_token_logprobs": [[logprob, t, None] for t in tokens], "finish_reason": {"type": "length"},
-                "weight_version": "0"}
+                "weight_version": self.version}
         yield {"output_ids": tokens, "meta_info": meta}
     def abort_request(self, rid): pass
     async def update_weights_from_tensor(self, request, _):
@@ -124,6 +124,7 @@ class Manager:
         load = getattr(importlib.import_module(room), name)
         tensors = [pickle.loads(payload) for payload in request.serialized_named_tensors]
         await asyncio.gather(*(asyncio.to_thread(load, part, given) for part, given in zip(self.parts, tensors)))
+        self.version = request.weight_version or self.version
         if name == "receive" and (folder := os.environ.get("STAND_IN_KEEPS")):
             for rank, part in enumerate(self.parts):
                 name = f"{request.weight_version}_{self.number}_{rank}.safetensors"
