@@ -311,7 +311,8 @@ def test_dump_reloads() -> None:
         *("engine.kind", "engine.urls", "algorithm.normalize_std", "algorithm.dual_clip", "algorithm.tau_pos"),
         *("algorithm.tau_neg", "algorithm.kl_unbiased", "correction.use_rollout_logprobs", "parallel.context_parallel"),
         *("correction.score_centering_top_k", "teacher.url", "teacher.api_key_env", "teacher.request_timeout"),
-        *("teacher.top_k_from", "agent.search_url", "rollout.generate"),
+        *("teacher.top_k_from", "agent.search_url", "rollout.generate", "rollout.schedule", "rollout.max_staleness"),
+        "rollout.partial",
         *(f"endpoint.{field.name}" for field in dataclasses.fields(EndpointConfig)),
     }
     for name, cls in sections().items():
@@ -332,6 +333,12 @@ def test_dump_reloads() -> None:
     for given in (endpoint, EndpointConfig(function="m:f", max_body_mib=2), EndpointConfig(url="http://a/b")):
         outside = Config(agent=agent, endpoint=given, data=DataConfig(apply_chat_template=True))
         assert reload(outside) == outside
+    beside = Config(rollout=RolloutConfig(schedule="async", max_staleness=3), correction=CorrectionConfig(use_tis=True))
+    carried = Config(
+        rollout=RolloutConfig(filter="m:f", partial="correct"), correction=CorrectionConfig(use_rollout_logprobs=True)
+    )
+    for scheduled in (beside, carried):
+        assert reload(scheduled) == scheduled
     hooked = Config(rollout=RolloutConfig(generate="m:f"))
     assert reload(hooked) == hooked
     for teacher in (
