@@ -35,8 +35,8 @@ TORCHRUN = OMP_NUM_THREADS=$$(( $(CORES) > $(NPROC) ? $(CORES) / $(NPROC) : 1 ))
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m lightrl
 # Of about the same length, for two cores: a name and a command each.
 LANES = distributed "$(BIN)/python -m pytest tests/distributed tests/engine tests/gpu" \
-	unit "$(BIN)/python -m pytest tests/unit" \
-	$(if $(filter yes,$(SGLANG)),sglang "$(MAKE) --no-print-directory test-sglang-if-possible")
+	$(if $(filter yes,$(SGLANG)),sglang "$(MAKE) --no-print-directory test-sglang-if-possible") \
+	unit "$(BIN)/python -m pytest tests/unit"
 
 # Waiting OpenMP threads sleep instead of spinning: up to three times faster where processes share cores.
 export OMP_WAIT_POLICY := passive
