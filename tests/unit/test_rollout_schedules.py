@@ -148,7 +148,7 @@ def test_async_trains_on_nothing_older_than_its_bound_and_on_every_prompt_once(t
         assert len(sample.rollout_logprobs) == sample.response_length <= 40
         assert sample.status in (Status.COMPLETED, Status.TRUNCATED)
         assert (sample.status is Status.TRUNCATED) == (2 not in sample.tokens[sample.prompt_length :])
-    assert not trainer.carried._carry.works, "a run's last step leaves nothing under way"
+    assert not trainer.rollouts._carry.works, "a run's last step leaves nothing under way"
 
 
 def test_a_run_ended_with_prompts_in_flight_and_resumed_loses_and_doubles_none(trainer_for):
@@ -164,7 +164,7 @@ def test_a_run_ended_with_prompts_in_flight_and_resumed_loses_and_doubles_none(t
     first.after_step = die
     with pytest.raises(KeyboardInterrupt):
         first.train()
-    assert first.carried._carry.works, "groups of steps to come are under way"
+    assert first.rollouts._carry.works, "groups of steps to come are under way"
     first.close()
     second = trainer_for(every_third_is_even, run={"steps": 5}, **more)
     after = trained(second)
