@@ -19,7 +19,7 @@ class LoraConfig:
     """Low-rank adapters of the policy, trained in place of its weights, by peft (docs/models.md#lora)."""
 
     rank: Count = 0
-    """Rank of the adapters; 0 trains all weights."""
+    """Rank of the adapters, at most that of the largest layer; 0 trains all weights."""
     alpha: PositiveFloat = 32.0
     """Adapters are scaled by alpha / rank."""
     use_rslora: bool = False
