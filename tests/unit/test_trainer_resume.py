@@ -16,7 +16,7 @@ from tiny_run import count_letter
 from lightrl.distributed.mesh import close_world, init_world
 from lightrl.errors import UserError
 from lightrl.rewards import RewardFailure
-from lightrl.training.setup import claim
+from lightrl.training.run_folder import claim
 from lightrl.training.trainer import Trainer
 
 

@@ -53,8 +53,8 @@ def missing() -> str | None:
 def inject(model: Any, settings: Settings, dtype: torch.dtype = torch.float32) -> None:
     """Adapters of `dtype` into a model on the meta device, after whatever else is exchanged in it; the rest is frozen.
 
-    UserError, before any weight is read, for `lora.target_modules` that cannot be adapted, and for a `lora.rank` that is
-    low in none of them.
+    UserError, before any weight is read, for `lora.target_modules` that cannot be adapted, and for a `lora.rank` that
+    is low in none of them.
     """
     from peft import LoraConfig, inject_adapter_in_model
 

@@ -5,7 +5,7 @@ A trainer holds a `Loop`, and is a `Trainable` to it: the loop says when, the tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +20,7 @@ from lightrl.data import PromptSource
 from lightrl.distributed.mesh import World
 from lightrl.observe.console import Console
 from lightrl.observe.trackers import Trackers
-from lightrl.training import run_folder, setup
+from lightrl.training import run_folder
 from lightrl.training.checkpoint import Checkpointer, Others
 from lightrl.training.optim import apply_settings
 
@@ -105,16 +105,19 @@ class Loop:
         """`held`, for a block that makes the trainer's parts: what is made is ended if a later part cannot be."""
         try:
             if self._claimed:
-                self.held.enter_context(setup.claim(self.run_dir, self.world, self.console.warning))
+                self.held.enter_context(run_folder.claim(self.run_dir, self.world, self.console.warning))
             yield self.held
         except BaseException:
             self.close()
             raise
 
-    def check_resume(self, source: PromptSource[Any]) -> None:
-        """With `claim`: UserError for a checkpoint that cannot be gone on from, before a model is loaded for it."""
+    def check_resume(self, source: PromptSource[Any], others: Sequence[str] = ()) -> None:
+        """With `claim`: UserError for a checkpoint that cannot be gone on from, before a model is loaded for it.
+
+        `others` name the models that it is to hold beside the trained one.
+        """
         if self._claimed and self.config.run.resume:
-            setup.check_resume(self.run_dir, source, self.world)
+            run_folder.check_resume(self.run_dir, source, self.world, others)
 
     def train(self, trainer: Trainable) -> dict[str, float]:
         """Train to the last step, from the newest checkpoint if there is one. Returns the last step's metrics.
@@ -123,7 +126,7 @@ class Loop:
         """
         if self._claimed:
             return self._train(trainer)
-        with setup.claim(self.run_dir, self.world, self.console.warning):
+        with run_folder.claim(self.run_dir, self.world, self.console.warning):
             return self._train(trainer)
 
     def _train(self, trainer: Trainable) -> dict[str, float]:

@@ -82,7 +82,7 @@ class Trainer:
         self._torn = False  # an update was interrupted: weights and gradients are between two steps
         with self.loop.opening() as self._held:
             self._load_data(reward, load_hooks(config, hooks))
-            self.loop.check_resume(self.source)
+            self.loop.check_resume(self.source, ["critic"] if config.algorithm.estimator.critic else [])
             self._load_model()
 
     def _load_data(self, reward: Callable[..., Any] | None, hooks: LoadedHooks) -> None:
