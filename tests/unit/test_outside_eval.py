@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import tiny_run
+import tiny_sft
 
 from lightrl.config import load_config
 from lightrl.distributed.mesh import close_world
 from lightrl.errors import UserError
 from lightrl.training.outside_eval import Evaluator, EvaluatorError, make_evaluator, metrics_in
+from lightrl.training.sft import SFTTrainer
 from lightrl.training.trainer import Trainer
 
 KEY = "a-secret-key"
@@ -179,15 +181,25 @@ def test_of_checkpoints_that_wait_the_newest_is_taken(service: Service, tmp_path
     service.answers = [("wait", trained), (200, b'{"acc": 1}')]
     section = {"url": service.url, "url_every": 1, "url_retries": 0}
     trainer = Trainer(tiny_run.make_run(tmp_path, run={"steps": 4}, eval=section), reward=tiny_run.count_letter)
-    finish = trainer.outside.finish
+    finish = trainer.loop.outside.finish
 
     def finished(trackers) -> None:
         trained.set()
         finish(trackers)
 
-    trainer.outside.finish = finished
+    trainer.loop.outside.finish = finished
     trainer.train()
     trainer.close()
     close_world()
     assert [q["step"] for q in service.asked] == [1, 4]
     assert tiny_run.metrics_of(tmp_path, "eval/acc", "eval/url_failures", "eval/url_skipped") == [(4, 1.0, 1, 2)]
+
+
+def test_other_kinds_of_training_ask_it_too(service: Service, tmp_path: Path) -> None:
+    section = {"url": service.url, "url_every": 2}
+    trainer = SFTTrainer(tiny_sft.make_run(tmp_path, run={"steps": 3}, eval=section))
+    trainer.train()
+    trainer.close()
+    close_world()
+    assert [q["step"] for q in service.asked] == [2, 3]
+    assert tiny_run.metrics_of(tmp_path, "eval/acc") == [(2, 0.5), (3, 0.5)]

@@ -25,7 +25,6 @@ from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.metrics import Tally, agent_metrics, rollout_metrics, step_metrics
 from lightrl.observe.timing import StageTimer
-from lightrl.observe.trackers import Trackers
 from lightrl.rewards import Scorer, check_labels
 from lightrl.rollout.agent import sampler_of
 from lightrl.rollout.collect import Sampler, apply_truncation
@@ -41,7 +40,6 @@ from lightrl.training.hooks import Hooks, LoadedHooks, load_hooks
 from lightrl.training.loop import Loop, State
 from lightrl.training.objective import Objective, normalize_weights
 from lightrl.training.optim import advance, build_optimizer, build_schedule
-from lightrl.training.outside_eval import OutsideEvaluation
 from lightrl.training.packing import TrainSample
 from lightrl.training.probe import Probe
 from lightrl.training.rollouts import Rollouts, check_staleness, mask_older
@@ -124,7 +122,6 @@ class Trainer:
         self.filter, self.generate = hooks.filter, hooks.generate
         self.probe = Probe(config, self.run_dir, self.world, self.scorer, hooks.on_step)
         self._held.callback(end, self.probe.close)
-        self.outside = OutsideEvaluation(config, self.run_dir, self.world, self.console)
         self.advantages = Advantages.load(config.algorithm, config.rollout.max_response_tokens)
         self.objective = Objective.of(config.algorithm, config.correction, config.teacher)
         if reward is None and not (self.agent is not None and self.agent.gives_reward):
@@ -390,16 +387,6 @@ class Trainer:
         """`step` on the next prompts of `source`."""
         with self.source.dealt(self.config.rollout.prompts_per_draw) as prompts:
             return self.step(prompts, self.source)
-
-    def after_step(self, trackers: Trackers, *, last: bool) -> None:
-        """Hand the weights to an evaluator elsewhere, and log what it has said since."""
-        self.outside.log(trackers)
-        if self.outside.is_due(self.steps_done, last):
-            self.outside.submit(self.steps_done, partial(self.export, replace=True))
-
-    def finish(self, trackers: Trackers) -> None:
-        """Wait for the evaluator elsewhere."""
-        self.outside.finish(trackers)
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of all `[[eval.sets]]` for the present weights."""
