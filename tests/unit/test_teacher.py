@@ -328,7 +328,7 @@ def test_evaluation_does_without(tmp_path: Path):
     """`lightrl eval` loads no teacher, and asks no server."""
     sets = {"eval": {"sets": [{"name": "a", "path": str(tmp_path / "data.jsonl"), "reward": "tiny_run:count_letter"}]}}
     for where in ({}, {"path": None, "url": "http://127.0.0.1:9", "api_key_env": "NO_KEY"}):
-        trainer = Trainer(make_run(tmp_path, where, **ALONE, **sets), only_evaluate=True)
+        trainer = Trainer(make_run(tmp_path, where, **ALONE, **sets), only_sample=True)
         assert trainer.teacher is None
         assert "eval/a/avg@1" in trainer.evaluate()
         trainer.close()

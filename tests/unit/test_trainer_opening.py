@@ -101,6 +101,14 @@ def test_what_is_worth_a_look_is_said(trainer_for, tmp_path, capsys):
     assert "end-of-sequence" not in capsys.readouterr().out
 
 
+def test_settings_of_another_engine_are_told(trainer_for, capsys):
+    trainer_for(run={"steps": 1}, engine={"memory_fraction": 0.7}, sync={"verify_every": 3}).train()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note not used by engine.kind = 'transformers': engine.memory_fraction, sync.verify_every " in said
+    trainer_for(run={"steps": 2}).train()
+    assert "not used" not in capsys.readouterr().out
+
+
 def test_a_reference_without_the_policys_tokens_is_refused(tmp_path):
     other = tiny_run.make_model(tmp_path / "other", vocab_size=20)
     run = tiny_run.make_run(tmp_path, model={"reference_path": str(other)}, algorithm={"kl_coef": 0.1})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightrl.config.kinds import STRICT, Count, PositiveFloat
+from lightrl.config.kinds import STRICT, Count, Faults, PositiveFloat
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
@@ -49,7 +49,7 @@ class LoraConfig:
 _HEADS = ("lm_head", "embed_tokens")
 
 
-def lora_problems(config: Config) -> list[tuple[str, str]]:
+def of_lora(config: Config) -> Faults:
     """(key, what is wrong and what to do)."""
     lora, engine = config.lora, config.engine.kind
     if lora.rank == 0:

@@ -26,7 +26,7 @@ def generate(config: Config, out: Path, *, steps: int, checkpoint: Path | None) 
     From the weights of `checkpoint`, or the model's own; prompts come from the beginning of their order.
     """
     check_out(out)
-    trainer = Trainer(for_generation(config), only_evaluate=True)
+    trainer = Trainer(for_generation(config), only_sample=True)
     try:
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint, weights_only=True)

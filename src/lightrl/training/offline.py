@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightrl.config.preferences import command_problems
+from lightrl.config.preferences import of_command
 from lightrl.config.schema import Config, DataConfig
 from lightrl.data import PromptSource
 from lightrl.data.source import RowSet
@@ -88,7 +88,7 @@ class OfflineTrainer(ABC, Generic[Row]):
 
     def __init__(self, config: Config, *, on_step: OnStep | None = None, claim: bool = False) -> None:
         setup.check(config)
-        if problems := command_problems(config, self.command):
+        if problems := of_command(config, self.command):
             raise UserError("; ".join(f"{key}: {text}" for key, text in problems))
         self.config, self.section = config, getattr(config, self.command)
         parallel = config.parallel

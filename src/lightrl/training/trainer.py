@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightrl.config.engines import unused_by_engine
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
 from lightrl.distributed.mesh import deal, set_deterministic
@@ -53,7 +54,7 @@ class Trainer:
 
     Works under torchrun and, as a world of one, in plain Python or a notebook. Everything that can be wrong with
     config, data and rewards is found before the model loads. So is, with `claim`, a `run_dir` that another run has or
-    that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone. With `only_evaluate`
+    that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone. With `only_sample`
     it does without a teacher.
     """
 
@@ -64,12 +65,12 @@ class Trainer:
         reward: Callable[..., Any] | None = None,
         hooks: Hooks | None = None,
         claim: bool = False,
-        only_evaluate: bool = False,
+        only_sample: bool = False,
     ) -> None:
         config = without_engine(config)
         setup.check(config)
         self.config = config
-        self._has_teacher = config.teacher.enabled and not only_evaluate
+        self._has_teacher = config.teacher.enabled and not only_sample
         self.world = setup.join_world(config)
         self.console = Console(config.log, enabled=self.world.is_main)
         self.loop = Loop(config, self.world, self.console, claim=claim, ended_by="run.steps")
@@ -465,6 +466,8 @@ class Trainer:
         for prompts in (self.prompts, *(s.prompts for s in self.eval_sets)):
             if prompts.notice:
                 self.console.notice(prompts.notice)
+        if self.dumped is None and (unused := unused_by_engine(self.config)):
+            self.console.notice(f"not used by engine.kind = {self.config.engine.kind!r}: {', '.join(unused)}")
         self.console.settings("LightRL", setup.summary(self.config, self.world, self.policy, self.prompts))
 
     def _schedule(self, steps_done: int) -> LambdaLR:
