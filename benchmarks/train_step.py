@@ -5,7 +5,8 @@ Ours is `training/update.py` on a policy made as in a run: log-probs and entropi
 metrics; with advantages of 1 its gradient is that of the mean cross entropy. The peer computes that one with
 transformers' own model, `fully_shard` on each block, its gradient checkpointing, SDPA's flash kernel, cross entropy in
 chunks of 1,024 rows, torch's clipping and fused AdamW; rows of one length as a batch, without padding. A second row
-holds ours against the same peer with the attention that torch chooses by itself. All: the same weights and tokens, float32 masters, bfloat16 compute (float32 on a CPU), in one process, in turns.
+holds ours against the same peer with the attention that torch chooses by itself. All: the same weights and tokens,
+float32 masters, bfloat16 compute (float32 on a CPU), in one process, in turns.
 
 MFU is model FLOPs over time and 989.4 TFLOP/s (H200, bfloat16 dense). Model FLOPs a token: 6 for each weight of a
 matrix product (blocks and head), and 6 x layers x heads x head size x row length for causal attention; what is
