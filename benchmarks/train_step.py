@@ -69,6 +69,7 @@ PEAK = 989.4e12
 VARIANTS = {"kept": "attention kept", "all": "all recomputed", "none": "nothing recomputed"}  # in ours
 PEER = "transformers, FSDP2, SDPA flash"
 PEERS = {"peer": PEER, "peer_default": "transformers, FSDP2, SDPA as torch chooses"}
+OPTIONS = ("rows", "variants", "repeats", "device", "kernels", "profile", "compile_peer")
 CHUNK = 1024  # rows of the peer's logits at a time
 
 
@@ -89,9 +90,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rates, and peak memory where there is a GPU."""
     rows: list[dict[str, Any]] = []
     for shape in args.shapes.split(","):
-        options = {
-            k: getattr(args, k) for k in ("rows", "variants", "repeats", "device", "kernels", "profile", "compile_peer")
-        }
+        options = {k: getattr(args, k) for k in OPTIONS}
         measured = run_ranks(options | {"shape": shape}, args.gpus)
         print(json.dumps(measured), flush=True)
         for case in measured:
@@ -117,9 +116,10 @@ def make_rows(shape: str, gpus: int, case: dict[str, Any]) -> list[dict[str, Any
     mfu = {who: 100 * statistics.median(rates[who]) * flops / PEAK for who in rates if rates[who]}
     alone = not rates["peer"]
     compiled = ", blocks compiled" if case.get("compiled") else ""
+    names = {who: None if alone else peer + compiled for who, peer in PEERS.items()}
     rows = [
         common.result_row(
-            name, "tokens/s/GPU", rates["ours"], rates[who], better="higher", peer_name=None if alone else PEERS[who] + compiled,
+            name, "tokens/s/GPU", rates["ours"], rates[who], better="higher", peer_name=names[who],
             limit=round(PEAK / flops) if case["peak"]["ours"] else None, goal=GOALS.get((shape, case["count"])),
             note=note(mfu, who, alone) if case["peak"]["ours"] else "",
         )
@@ -127,8 +127,8 @@ def make_rows(shape: str, gpus: int, case: dict[str, Any]) -> list[dict[str, Any
     ]  # fmt: skip
     if case["peak"]["ours"]:
         peaks = ([case["peak"]["ours"]], [] if alone else [case["peak"]["peer"]])
-        peer_name, goal = (None, None) if alone else (PEER + compiled, 1.0)
-        rows.append(common.result_row(f"{name}: peak", "GiB", *peaks, better="lower", peer_name=peer_name, goal=goal))
+        goal, peer = None if alone else 1.0, names["peer"]
+        rows.append(common.result_row(f"{name}: peak", "GiB", *peaks, better="lower", peer_name=peer, goal=goal))
     return rows
 
 
