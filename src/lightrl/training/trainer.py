@@ -321,7 +321,7 @@ class Trainer:
     def _sampler(self, engine: Engine) -> Sampler:
         return sampler_of(
             self.agent,
-            together=self.config.engine.kind == "transformers" and self.carried is None,
+            together=self.config.engine.kind == "transformers" and (self.carried is None or self.carried.repeats),
             engine=engine,
             sampling=self.sampling,
             group_size=self.config.rollout.group_size,
