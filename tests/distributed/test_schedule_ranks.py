@@ -28,10 +28,14 @@ OFF = {
     "correction": {"use_tis": True},
     "checkpoint": {"every": 0, "hf_every": 3},
 }
-EPISODES: dict[str, Any] = {
-    "data": {"apply_chat_template": True},
-    "agent": {"environment": "test_agent_schedules:Slow", "max_turns": 3},
-}
+
+
+def of_episodes(settings: dict[str, Any]) -> dict[str, Any]:
+    """Of several turns: many tokens end one."""
+    turns = {"stop_token_ids": [3, 4, 5, 6, 7], "max_response_tokens": 60}
+    agent = {"environment": "test_agent_schedules:Slow", "max_turns": 3}
+    rollout = settings["rollout"] | turns
+    return settings | {"rollout": rollout, "agent": agent, "data": {"apply_chat_template": True}}
 
 
 @pytest.fixture
@@ -46,9 +50,7 @@ def server(tmp_path: Path) -> Any:
     process.wait()
 
 
-def noted_run(
-    folder: Path, overrides: dict[str, Any], name: str = "run", rank_of_failure: int | None = None
-) -> None:
+def noted_run(folder: Path, overrides: dict[str, Any], name: str = "run", rank_of_failure: int | None = None) -> None:
     """Train in `folder/name`, and write what this rank collected to `groups_RANK.json` there."""
     from lightrl.training.trainer import Trainer
 
@@ -61,7 +63,7 @@ def noted_run(
         groups = collect(*given)
         for sample in (s for g in groups for s in g.samples):
             row = (trainer.policy_version, sample.group_index, sample.prompt.index, sample.index, sample.tokens)
-            found.append([*row, sample.policy_versions, sample.version_tokens])
+            found.append([*row, sample.policy_versions, sample.version_tokens, sample.metadata.get("turns")])
         return groups
 
     def failing(*given: Any) -> Any:
@@ -81,9 +83,9 @@ def all_runs(folder: str, server: str) -> None:
 
     on_server = {"engine": {"kind": "sglang_server", "urls": [server]}}
     noted_run(Path(folder) / "a", ASYNC | on_server)
-    noted_run(Path(folder) / "a", ASYNC | EPISODES | on_server, "episodes")
+    noted_run(Path(folder) / "a", of_episodes(ASYNC) | on_server, "episodes")
     noted_run(Path(folder) / "b", OFF)
-    noted_run(Path(folder) / "b", OFF | EPISODES, "episodes")
+    noted_run(Path(folder) / "b", of_episodes(OFF), "episodes")
     close_world()
 
 
@@ -105,6 +107,7 @@ def test_two_ranks_with_servers_and_with_embedded_engines(tmp_path: Path, server
     # servers: every prompt in its order, and nothing older than allowed, though answers and episodes outlived weights
     for name in ("run", "episodes"):
         rows = rows_of(tmp_path / "a" / name, 2)
+        assert any((row[7] or 0) > 1 for row in rows) == (name == "episodes")
         assert [(row[1], row[3]) for row in rows] == [(group, i) for group in range(20) for i in range(4)]
         assert [row[0] for row in rows] == [version for version in range(5) for _ in range(16)]
         ages = [row[0] - min(row[5]) for row in rows]
@@ -114,9 +117,10 @@ def test_two_ranks_with_servers_and_with_embedded_engines(tmp_path: Path, server
             assert row[6] is None or (len(row[6]) == len(row[5]) and row[5] == sorted(set(row[5])))
     # embedded engines: two ranks sample and train as one does
     noted_run(tmp_path / "c", OFF)
-    noted_run(tmp_path / "c", OFF | EPISODES, "episodes")
+    noted_run(tmp_path / "c", of_episodes(OFF), "episodes")
     close_world()
     for name in ("run", "episodes"):
+        assert any((row[7] or 0) > 1 for row in rows_of(tmp_path / "c" / name, 1)) == (name == "episodes")
         assert rows_of(tmp_path / "b" / name, 2) == rows_of(tmp_path / "c" / name, 1)
         ours, theirs = (tiny_run.exported(tmp_path / folder, 3, name) for folder in "bc")
         for key, tensor in ours.items():

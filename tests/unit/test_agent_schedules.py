@@ -321,7 +321,7 @@ def conversation(trainer: Trainer) -> Conversation:
 
 
 def test_versions_of_a_conversation_by_hand(trainer_for: Any) -> None:
-    """Two turns, the second with a change of weights in its middle; four tokens told in between, two before a branch."""
+    """Two turns, the second with a change of weights in its middle; four tokens told between, two before a branch."""
 
     def said(tokens: list[int], *versions: tuple[int, int], rows: int | None = None, chosen: int = 0) -> Completion:
         routing = None if rows is None else torch.full((rows, 1, 2), chosen, dtype=torch.uint8)

@@ -126,7 +126,10 @@ class CarriedRollouts:
 
 
 def check_staleness(groups: Sequence[SampleGroup], version: int, limit: int, tally: Tally) -> None:
-    """Tell how many versions ago each sample's oldest token was drawn, or its episode's. RuntimeError beyond `limit`."""
+    """Tell how many versions ago the oldest token of each sample, or of its episode, was drawn.
+
+    RuntimeError beyond `limit`.
+    """
     oldest: dict[tuple[int, int, bool], int] = {}
     for sample in (s for group in groups for s in group.samples if s.policy_versions):
         key, drawn = _episode(sample), min(sample.policy_versions)
