@@ -150,8 +150,9 @@ def check_staleness(groups: Sequence[SampleGroup], version: int, limit: int, tal
 def _episode(sample: Sample) -> tuple[int, int, bool]:
     """What a sample's tokens were drawn in: an episode with all its conversations, or an answer by itself."""
     episode = sample.metadata.get("episode")
-    is_number = isinstance(episode, int)  # not of a hook's own metadata
-    return (sample.group_index, episode if is_number else sample.index, is_number)
+    if isinstance(episode, int):  # not of a hook's own metadata
+        return sample.group_index, episode, True
+    return sample.group_index, sample.index, False
 
 
 def mask_older(groups: Sequence[SampleGroup], version: int) -> None:
