@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
-import json
 import os
 import signal
 import socket
@@ -21,8 +19,8 @@ from typing import Any
 import chat_templates as templates
 import pytest
 import tiny_run
-import torch
 from scripted import ScriptedEngine, make_agent, sampler_for
+from serving import ask, check_logprobs, serve_while
 
 from lightrl.cli import main
 from lightrl.config.load import load_for_run
@@ -34,20 +32,6 @@ from lightrl.types import Sample, SampleGroup, Status
 
 HI = {"role": "user", "content": "hi"}
 MORE = {"role": "user", "content": "more"}
-
-
-def ask(url: str, key: str, action: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-    """(status, JSON) of a request below `url`; a POST where it has a body."""
-    host, path = url.removeprefix("http://").split("/", 1)
-    client = http.client.HTTPConnection(host, timeout=30)
-    data = None if body is None else json.dumps(body)
-    client.request(
-        "GET" if body is None else "POST", f"/{path}/{action}", data, {"Authorization": f"Bearer {key}", **headers}
-    )
-    reply = client.getresponse()
-    status, answer = reply.status, json.loads(reply.read())
-    client.close()
-    return status, answer
 
 
 class Served:
@@ -244,34 +228,6 @@ def test_a_lost_engine_ends_the_service_with_its_reason() -> None:
 # ---- the command
 
 
-def serve_while(config: Any, use: Any, number: int = signal.SIGINT, **given: Any) -> list[str]:
-    """`use(url, key)` on a thread, which is then ended by a signal; what was said."""
-    from lightrl.training.serving import serve
-
-    said: list[str] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            while not any("API_KEY" in line for line in said):
-                time.sleep(0.01)
-            url, key = (line.partition("=")[2] for line in said if line.startswith("export"))
-            time.sleep(0.2)
-            use(url, key)
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    serve(config, say=said.append, **given)
-    thread.join(30)
-    if errors:
-        raise errors[0]
-    return said
-
-
 def test_a_model_is_served_and_its_sessions_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,19 +272,6 @@ def test_a_model_is_served_and_its_sessions_are_written(
     assert "2 of 2 samples, reward 2" in capsys.readouterr().out
     main_status(words, 2)
     assert "serve: --record" in capsys.readouterr().err
-
-
-def check_logprobs(model: Path, samples: list[Sample]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    stock = AutoModelForCausalLM.from_pretrained(model).float()
-    for sample in samples:
-        with torch.no_grad():
-            logprobs = stock(torch.tensor([sample.tokens])).logits.float().log_softmax(-1)[0]
-        for place, (token, logprob) in enumerate(
-            zip(sample.response_tokens, sample.rollout_logprobs or [], strict=True)
-        ):
-            assert logprob == pytest.approx(float(logprobs[sample.prompt_length + place - 1, token]), abs=1e-4)
 
 
 def test_the_newest_checkpoint_of_a_run_is_served_under_its_limits(tmp_path: Path) -> None:
