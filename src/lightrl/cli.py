@@ -26,7 +26,7 @@ _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _CONFIG_EPILOG = (
     "`lightrl config list` shows every key with its type, default and meaning. Sections: run, model, data, reward, "
     "rollout, agent, endpoint, sandbox, engine, sync, algorithm, correction, teacher, lora, sft, dpo, rm, optim, "
-    "critic, critic_optim, parallel, checkpoint, eval, log, dump, debug. "
+    "critic, critic_optim, parallel, checkpoint, eval, evaluator, log, dump, debug. "
     "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )
 
@@ -424,7 +424,7 @@ def _evaluated(config: Config, checkpoint: Path | None) -> dict[str, float]:
         folder = str(Path(config.run.dir) / "eval" / _name_of(what))
         config = replace(config, run=replace(config.run, dir=folder))
         where += f"; samples go to {folder}" if config.log.save_samples else ""
-    trainer = Trainer(config, only_evaluate=True)
+    trainer = Trainer(config, only_sample=True)
     try:
         if state is not None:
             trainer.load_checkpoint(state, weights_only=True)

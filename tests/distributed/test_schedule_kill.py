@@ -55,7 +55,7 @@ class Killer(Clock):
 
     def _kill(self) -> None:
         self._over.wait()
-        under_way = list(self.trainer.carried._carry.tasks.values())
+        under_way = list(self.trainer.rollouts._carry.tasks.values())
         self.found.write_text(json.dumps([self.trainer.steps_done, len(under_way)]))
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from typing import Any
 
 import chat_templates as templates
 import pytest
-from scripted import LengthScorer, ScriptedEngine, make_agent, make_prompt, play, sampler_for
+from scripted import LengthScorer, ScriptedEngine, make_agent, make_prompt, play, said_of, sampler_for
 
 from lightrl.config.load import ConfigError, load_config
 from lightrl.engine.base import EngineLostError
@@ -19,7 +18,7 @@ from lightrl.rollout.collect import Work, run_async, sample_seed
 from lightrl.rollout.environment import Step, Turn, results
 from lightrl.rollout.episode import Episode
 from lightrl.training.advantage import Advantages, set_advantages
-from lightrl.types import Prompt, Sample, Status
+from lightrl.types import Prompt, Status
 
 HI = "<|im_start|>user\nhi 0<|im_end|>\n<|im_start|>assistant\n"
 
@@ -108,17 +107,6 @@ class Crew:
         await selector.generate()
         selector.reward = 1.0
         episode.final = selector
-
-
-def said_of(agent: Any, sample: Sample) -> str:
-    """The response with what was sampled between « and »."""
-    text = ""
-    for sampled, run in itertools.groupby(
-        zip(sample.mask, sample.response_tokens, strict=True), key=lambda pair: pair[0]
-    ):
-        written = agent.template.text([token for _, token in run], special=True)
-        text += f"«{written}»" if sampled else written
-    return text
 
 
 def test_turns_and_masks_by_hand() -> None:

@@ -183,7 +183,7 @@ def test_weights_change_under_episodes_and_each_token_has_the_version_that_drew_
     ages = [version - min(s.policy_versions) for version, step in enumerate(steps) for g in step for s in g.samples]
     assert min(ages) >= 0
     assert 0 < max(ages) <= 2
-    assert not trainer.carried._carry.works, "a run's last step leaves nothing under way"
+    assert not trainer.rollouts._carry.works, "a run's last step leaves nothing under way"
     samples = [s for g in groups for s in g.samples]
     versions: dict[tuple[int, int], set[int]] = {}
     for sample in samples:

@@ -29,6 +29,7 @@ from lightrl.config.schema import (
     EngineConfig,
     EvalConfig,
     EvalSetConfig,
+    EvaluatorConfig,
     LogConfig,
     LoraConfig,
     ModelConfig,
@@ -278,12 +279,8 @@ FULL = Config(
             ),
             EvalSetConfig(name="b", path="q"),
         ],
-        url="https://node:1/a?b=c",
-        url_every=2,
-        url_timeout=1.5,
-        url_retries=0,
-        url_api_key_env="E",
     ),
+    evaluator=EvaluatorConfig(url="https://node:1/a?b=c", every=2, timeout=1.5, retries=0, api_key_env="E"),
     log=LogConfig(
         trackers=["wandb"],
         progress=False,
@@ -322,10 +319,11 @@ def test_dump_reloads() -> None:
                 # Each field differs from its default, so that a field lost on the way shows.
                 assert getattr(getattr(FULL, name), field.name) != getattr(cls(), field.name), key
     assert reload(FULL) == FULL
-    servers = dataclasses.replace(
-        FULL, engine=EngineConfig(kind="sglang_server", urls=["http://a:1", "http://[::1]:2"])
-    )
-    assert reload(servers) == servers
+    engine = EngineConfig(kind="sglang_server", urls=["http://a:1", "http://[::1]:2"])
+    for changes in ({"transport": "nccl", "folder": None}, {"address": None, "port": 0}):
+        sync = dataclasses.replace(FULL.sync, **changes)
+        servers = dataclasses.replace(FULL, engine=engine, sync=sync)
+        assert reload(servers) == servers
     endpoint = EndpointConfig(
         command=["a", "b c"], concurrency=3, foreign_sampling="ignore", host="0.0.0.0", port=9, address="n", key_env="K"
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic.dataclasses import dataclass
 
 from lightrl.config.endpoint import OUTSIDE
-from lightrl.config.kinds import STRICT, Code, PositiveInt, Seconds
+from lightrl.config.kinds import STRICT, Code, Faults, PositiveInt, Seconds
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
@@ -88,7 +88,7 @@ class SandboxConfig:
     """Runs at once, a rank."""
 
 
-def of_agents(config: Config) -> list[tuple[str, str]]:
+def of_agents(config: Config) -> Faults:
     """Rules: (key, what is wrong and what to do)."""
     agent, problems = config.agent, []
     if not agent.enabled:
@@ -121,7 +121,7 @@ def of_agents(config: Config) -> list[tuple[str, str]]:
     return problems
 
 
-def of_serving(config: Config) -> list[tuple[str, str]]:
+def of_serving(config: Config) -> Faults:
     """Rules of `lightrl serve`, which takes what `[agent]` says of turns, and `[endpoint]`: agents are its clients."""
     problems = of_parsers(config.agent)
     if config.engine.tensor_parallel > 1:
@@ -130,7 +130,7 @@ def of_serving(config: Config) -> list[tuple[str, str]]:
     return problems
 
 
-def of_parsers(agent: AgentConfig) -> list[tuple[str, str]]:
+def of_parsers(agent: AgentConfig) -> Faults:
     """Names that are none."""
     if agent.parser in PARSERS or agent.parser.startswith(SGLANG):
         return []
@@ -139,7 +139,7 @@ def of_parsers(agent: AgentConfig) -> list[tuple[str, str]]:
     return [("agent.parser", f"no parser {agent.parser!r}: {hint}")]
 
 
-def _of_search(agent: AgentConfig) -> list[tuple[str, str]]:
+def _of_search(agent: AgentConfig) -> Faults:
     given = [key for key in ("search_corpus", "search_url") if getattr(agent, key) is not None]
     if "search" not in agent.tools:
         return [
@@ -155,7 +155,7 @@ def _of_search(agent: AgentConfig) -> list[tuple[str, str]]:
     return []
 
 
-def _of_lengths(config: Config) -> list[tuple[str, str]]:
+def _of_lengths(config: Config) -> Faults:
     agent, limit = config.agent, config.rollout.max_response_tokens
     problems = []
     if agent.max_turn_tokens is not None and agent.max_turn_tokens > limit:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightrl.config.kinds import STRICT, Code, PositiveInt
+from lightrl.config.kinds import STRICT, Code, Faults, PositiveInt
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
@@ -48,7 +48,7 @@ class EndpointConfig:
     """Longest request, MiB."""
 
 
-def of_endpoints(config: Config) -> list[tuple[str, str]]:
+def of_endpoints(config: Config) -> Faults:
     """Rules: (key, what is wrong and what to do)."""
     endpoint, agent = config.endpoint, config.agent
     if agent.environment != OUTSIDE:

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from lightrl.config.dump import dump_toml
 from lightrl.config.fields import bare, code_in, hint_at, hints, range_text, sections, toml, type_prose
 from lightrl.config.lines import Path, dotted
-from lightrl.config.preferences import command_problems
+from lightrl.config.preferences import of_command
 from lightrl.config.problems import ConfigError, Problems
 from lightrl.config.rundir import holds_run, newest_state, order_fault, run_dir_fault, used_dir_fault
 from lightrl.config.sampling_only import for_serving
@@ -66,7 +66,7 @@ def load_for_run(
         config = for_serving(config) if command == "serve" else config
         for key, what in config.required(command):
             _add(sources, key, f"not set; {what}")
-        for key, what in command_problems(config, command):
+        for key, what in of_command(config, command):
             _add(sources, key, what)
         if evaluate and not config.eval.sets:
             _add(sources, "eval.sets", "nothing to evaluate; add an [[eval.sets]] table with a name and a path")

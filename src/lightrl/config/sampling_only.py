@@ -8,18 +8,14 @@ from lightrl.config.correction import CorrectionConfig
 from lightrl.config.endpoint import OUTSIDE
 from lightrl.config.looking import DebugConfig
 from lightrl.config.optim import CriticConfig, CriticOptimConfig, OptimConfig
-from lightrl.config.schema import AlgorithmConfig, Config, DataConfig, EvalConfig, RewardConfig
+from lightrl.config.schema import AlgorithmConfig, Config, DataConfig, EvalConfig, EvaluatorConfig, RewardConfig
 from lightrl.config.teacher import TeacherConfig
 
 
 def for_evaluation(config: Config) -> Config:
-    """Without what only updates need, and without the evaluator elsewhere."""
+    """Without what only updates need."""
     rollout = replace(config.rollout, schedule="sync", max_staleness=None, partial="drop")
-    return replace(
-        _without_updates(config),
-        rollout=rollout,
-        eval=replace(config.eval, url=None, url_every=0, url_api_key_env=None),
-    )
+    return replace(_without_updates(config), rollout=rollout)
 
 
 def for_generation(config: Config) -> Config:
@@ -53,9 +49,10 @@ def for_serving(config: Config) -> Config:
 
 
 def _without_updates(config: Config) -> Config:
-    """No reference and no critic are loaded; a key that only they or an optimizer read has its default.
+    """No reference and no critic are loaded, no evaluator elsewhere is asked; a key that only they or an optimizer read
+    has its default.
 
-    `[teacher]` stays, as it may say what an engine tells of each token: `Trainer(only_evaluate=True)` loads none.
+    `[teacher]` stays, as it may say what an engine tells of each token: `Trainer(only_sample=True)` loads none.
     """
     algorithm = AlgorithmConfig()
     if not config.algorithm.estimator.rewards:  # nothing need be scored; any term will do that gives it a sense
@@ -68,5 +65,6 @@ def _without_updates(config: Config) -> Config:
         optim=OptimConfig(),
         critic=CriticConfig(),
         critic_optim=CriticOptimConfig(),
+        evaluator=EvaluatorConfig(),
         debug=DebugConfig(),
     )

@@ -186,6 +186,12 @@ class Console:
         """Something to look at."""
         self._print(Text.assemble(("warning  ", "bold yellow"), clean(text)))
 
+    def restarted(self, count: int, why: str) -> None:
+        """So many engines died."""
+        engines = "an engine died and is" if count == 1 else f"{count} engines died and are"
+        reason = f": {why}" if why else ""
+        self.warning(f"{engines} started anew; answers that were lost are sampled again{reason}")
+
     @contextmanager
     def progress(self, description: str, total: float | None = None) -> Iterator[Bar]:
         """A bar while the block runs: `with console.progress("generating", total=64) as bar: bar.advance()`.

@@ -9,7 +9,6 @@ from lightrl.config.sampling_only import for_generation
 from lightrl.config.schema import Config
 from lightrl.errors import UserError
 from lightrl.observe.rollouts import RolloutWriter
-from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training.probe import rollout_writer
 from lightrl.training.trainer import Trainer
 from lightrl.types import SampleGroup
@@ -27,7 +26,7 @@ def generate(config: Config, out: Path, *, steps: int, checkpoint: Path | None) 
     From the weights of `checkpoint`, or the model's own; prompts come from the beginning of their order.
     """
     check_out(out)
-    trainer = Trainer(for_generation(config), only_evaluate=True)
+    trainer = Trainer(for_generation(config), only_sample=True)
     try:
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint, weights_only=True)
@@ -38,7 +37,7 @@ def generate(config: Config, out: Path, *, steps: int, checkpoint: Path | None) 
 
 
 def _generate(trainer: Trainer, writer: RolloutWriter, steps: int) -> None:
-    sync_weights(trainer.policy, trainer.engine, trainer.policy_version, trainer.state)
+    trainer.rollouts.renew(trainer.policy_version)
     first = trainer.steps_done + 1
     for step in range(first, first + steps):
         prompts = trainer.source.next(trainer.config.rollout.prompts_per_draw)
@@ -49,7 +48,7 @@ def _generate(trainer: Trainer, writer: RolloutWriter, steps: int) -> None:
         trainer.steps_done = step
         writer.write(step, groups, selection.record())
         trainer.console.notice(_told(step, trainer.world.gather(_numbers(groups))))
-    release_engine(trainer.policy, trainer.engine, trainer.state)
+    trainer.rollouts.release()
 
 
 def _numbers(groups: list[SampleGroup]) -> tuple[int, list[float]]:
