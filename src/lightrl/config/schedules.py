@@ -50,7 +50,4 @@ def _of_partial(config: Config) -> list[tuple[str, str]]:
         problems.append(("rollout.partial", text))
     elif rollout.filter == "none":
         problems.append(("rollout.partial", f"{how}: without a rollout.filter nothing is aborted: set one, or drop it"))
-    if rollout.partial == "mask" and rollout.generate != "none":
-        text = f"{how} needs to know which weights drew each token, which rollout.generate does not say"
-        problems.append(("rollout.partial", f"{text}: choose 'correct'"))
     return problems
