@@ -12,8 +12,9 @@ for them with `ignore_eos`. Rewards cost nothing.
 - oversample, partial_correct, partial_mask: draws `--oversample` times the prompts at once and drops what is under way
   when enough pass, or goes on with it in the next step; beside `filter`.
 
-Rates are of the samples that were trained on, from the end of the warm-up to the end of the last step. What would be
-left of the last step's work for the next is not waited for: it stands for what the warm-up left.
+Rates are of the samples that were trained on, from the end of the warm-up to the end of the last step. Where steps to
+come are sampled ahead, the warm-up lasts until what its slow first step left is used up, and twice as many steps are
+measured; "sampled" in the notes says how many tokens were sampled meanwhile for each that was trained on.
 
 Share of GPU time that is idle, mean over GPUs: by NVML, the time in which no kernel ran (one that waits for another
 rank counts as busy; needs `pynvml`, which comes with SGLang); by stages, the time in which no answer was under way on
@@ -36,7 +37,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 HERE = Path(__file__).resolve().parent
 for folder in (HERE, HERE.parent / "src"):
@@ -94,23 +95,19 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS), help="which, in this order")
     parser.add_argument("--shape", default="Qwen3-0.6B", choices=list(train_step.SHAPES))
     parser.add_argument("--gpus", type=int, default=2, help="ranks")
-    parser.add_argument(
-        "--rollout-ranks", type=int, default=1, help="of them, where some generate; 0: all do both at once, on a CPU"
-    )
+    parser.add_argument("--rollout-ranks", type=int, default=1, help="ranks that generate alone; 0: all do both (CPU)")
     parser.add_argument("--prompts", type=int, default=32, help="a step")
     parser.add_argument("--samples", type=int, default=8, help="a prompt")
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--mean", type=int, default=256, help="of the lengths of answers")
     parser.add_argument("--longest", type=int, default=1024, help="answer")
     parser.add_argument("--oversample", type=float, default=2.5, help="times --prompts are drawn at once")
-    parser.add_argument("--steps", type=int, default=3, help="measured")
+    parser.add_argument("--steps", type=int, default=3, help="measured; twice as many where some ranks generate alone")
     parser.add_argument("--warmup", type=int, default=1, help="steps before; more where steps to come are under way")
     parser.add_argument("--tokens", type=int, default=32768, help="a microbatch")
     parser.add_argument("--memory-fraction", type=float, default=0.5, help="of a GPU, for SGLang")
     parser.add_argument("--limit", type=float, default=180, help="seconds of a variant's job")
-    parser.add_argument(
-        "--budget", type=float, default=570, help="seconds of all; no variant begins that may take longer"
-    )
+    parser.add_argument("--budget", type=float, default=570, help="seconds of all; the others are not begun")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
 
 
@@ -159,39 +156,34 @@ def measure_variant(settings: dict[str, Any], variant: str) -> dict[str, Any]:
 
 
 def summary(
-    settings: Mapping[str, Any], variant: str, ranks: Sequence[dict[str, Any]], samples: Sequence[tuple[float, float]]
+    settings: Mapping[str, Any], variant: str, ranks: Sequence[dict[str, Any]], looks: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:
     """Of one variant, from the files of its ranks and NVML's shares (time, busy)."""
-    first = ranks[0]
-    steps, (begin, end) = first["steps"], first["window"]
-    wall, measured = end - begin, steps[-settings["steps"] :]
-    result: dict[str, Any] = {
-        "samples_per_second": sum(s["samples"] for s in measured) / wall,
-        "tokens_per_second": sum(s["tokens"] for s in measured) / wall,
+    first, (begin, end) = ranks[0], ranks[0]["window"]
+    measured, wall = first["steps"][warmup_of(VARIANTS[variant], settings) :], end - begin
+    busy = [share for at, share in looks if begin <= at <= end]
+    return {
+        "samples_per_second": [sum(s["samples"] for s in measured) / wall],
+        "tokens_per_second": [sum(s["tokens"] for s in measured) / wall],
         "step_seconds": [round(s["seconds"], 3) for s in measured],
         "stages": {k: sum(s[k] for s in measured) / len(measured) for k in STAGES if k in measured[0]},
-        "staleness": added(rank["staleness"] for rank in ranks),
-        "token_staleness": added(rank["token_staleness"] for rank in ranks),
+        "staleness": added([rank["staleness"] for rank in ranks]),
+        "token_staleness": added([rank["token_staleness"] for rank in ranks]),
+        "idle_by_nvml": 1 - sum(busy) / len(busy) if busy else None,
         "idle_by_stages": idle_by_stages(settings, variant, ranks, measured, wall),
-        "idle_by_nvml": None,
-        "tokens": tokens_of(VARIANTS[variant], ranks),
+        "sampled_a_trained_token": sum(r["sampled_meanwhile"] for r in ranks) / sum(s["tokens"] for s in measured),
+        **tokens_of(VARIANTS[variant], ranks),
         "start_seconds": first["start_seconds"],
     }
-    if inside := [busy for at, busy in samples if begin <= at <= end]:
-        result["idle_by_nvml"] = 1 - sum(inside) / len(inside)
-    return result
 
 
-def added(counts: Any) -> dict[str, int]:
+def added(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Sum of counts, by key.
 
     >>> added([{"0": 1, "1": 2}, {"1": 3}])
     {'0': 1, '1': 5}
     """
-    total: Counter[str] = Counter()
-    for part in counts:
-        total.update(part)
-    return dict(sorted(total.items()))
+    return {key: sum(part.get(key, 0) for part in counts) for key in sorted(set().union(*counts))}
 
 
 def idle_by_stages(
@@ -202,7 +194,7 @@ def idle_by_stages(
     wall: float,
 ) -> float | None:
     """Mean over GPUs; None where the same ones generate and train at once."""
-    kind, gpus = VARIANTS[variant], settings["gpus"]
+    kind, gpus, engines = VARIANTS[variant], settings["gpus"], settings["rollout_ranks"]
     training = sum(s["train"] for s in measured)
     if "engine_idle" in measured[0]:
         generating = sum((1 - s["engine_idle"]) * s["seconds"] for s in measured)
@@ -210,30 +202,28 @@ def idle_by_stages(
         generating = sum(rank["busy_seconds"] for rank in ranks) / len(ranks)
     if not kind.apart:
         return max(0.0, 1 - (generating + training) / wall)
-    if not settings["rollout_ranks"]:
+    if not engines:
         return None
-    engines = settings["rollout_ranks"]
     return max(0.0, 1 - (engines * generating + (gpus - engines) * training) / (gpus * wall))
 
 
-def tokens_of(kind: Variant, ranks: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Of the whole run: sampled, trained on, filtered out with their complete groups, and thrown away.
-
-    What is under way at the end was not counted as sampled. Answers of groups to come, which are complete: those that
-    the next step takes are none of the four.
-    """
-    used = ranks[0]["groups_done"]
-    sampled = added(rank["sampled"] for rank in ranks)
-    complete: dict[str, int] = {}
+def tokens_of(kind: Variant, ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Tokens that were sampled in the whole run, and of them the shares of groups that were filtered out, and of those
+    that were thrown away. Groups to come that the next step would take on are none of these."""
+    used = int(ranks[0]["groups_done"])
+    sampled, complete = added([rank["sampled"] for rank in ranks]), {}
     for rank in ranks:
         complete |= rank["complete"]
-    ahead = {group: tokens for group, tokens in complete.items() if int(group) >= used}
-    keeps = kind.apart or kind.rollout.get("partial") == "correct"
-    held = sum(ahead.values()) if keeps else 0
-    taken = sum(tokens for group, tokens in complete.items() if int(group) < used)
-    trained = int(sum(step["tokens"] for step in ranks[0]["steps"]))
-    total = sum(sampled.values())
-    return {"sampled": total, "trained": trained, "filtered": taken - trained, "thrown": total - taken - held}
+    partial = kind.rollout.get("partial", "correct" if kind.apart else "drop")
+    taken = thrown = 0
+    for group, tokens in sampled.items():
+        if int(group) < used:
+            taken += complete[group]
+            thrown += tokens - complete[group]
+        elif partial == "drop" or (partial == "mask" and group in complete):
+            thrown += tokens
+    total, trained = sum(sampled.values()), sum(step["tokens"] for step in ranks[0]["steps"])
+    return {"sampled_tokens": total, "filtered": (taken - trained) / total, "thrown": thrown / total}
 
 
 def make_rows(
@@ -242,42 +232,60 @@ def make_rows(
     """Rates, seconds, and shares of each variant; the first row's note names those that failed."""
     where = f"{args.shape}, {args.gpus} {'GPUs' if args.device == 'cuda' else 'ranks'}"
     what = f"{args.prompts} x {args.samples} answers, mean length {args.mean}, longest {args.longest}; "
+    units: tuple[tuple[str, str, Literal["lower", "higher"]], ...] = (
+        ("samples_per_second", "samples/s", "higher"),
+        ("tokens_per_second", "tokens/s", "higher"),
+        ("step_seconds", "s a step", "lower"),
+    )
     rows = []
     for name, measured in found.items():
-        beside = VARIANTS[name].beside
-        peer = found.get(beside or "")
-        for key, unit, better in (
-            ("samples_per_second", "samples/s", "higher"),
-            ("tokens_per_second", "tokens/s", "higher"),
-            ("step_seconds", "s a step", "lower"),
-        ):
-            ours, theirs = measured[key], [] if peer is None else peer[key]
-            rows.append(
-                common.result_row(
-                    f"{name}: {where}",
-                    unit,
-                    ours if isinstance(ours, list) else [ours],
-                    theirs if isinstance(theirs, list) else [theirs],
-                    better=better,  # type: ignore[arg-type]
-                    peer_name=beside if peer else None,
-                )
-            )
+        case, peer = f"{name}: {where}", peer_of(found, name)
+        for key, unit, better in units:
+            theirs = [] if peer is None else found[peer][key]
+            rows.append(common.result_row(case, unit, measured[key], theirs, better=better, peer_name=peer))
         rows[-3] |= {"note": what + note_of(measured), "measured": measured}
         for key in ("idle_by_nvml", "idle_by_stages"):
             if measured[key] is not None:
                 unit = f"of GPU time, {key.replace('_', ' ')}"
-                rows.append(common.result_row(f"{name}: {where}", unit, [measured[key]], better="lower"))
+                rows.append(common.result_row(case, unit, [measured[key]], better="lower"))
     if failed:
         rows[0]["note"] += "; not measured: " + "; ".join(f"{name} ({why})" for name, why in failed.items())
     return rows
+
+
+def peer_of(found: Mapping[str, Any], name: str) -> str | None:
+    """What a variant is compared with, if that was measured too."""
+    beside = VARIANTS[name].beside
+    return beside if beside in found else None
 
 
 def note_of(measured: Mapping[str, Any]) -> str:
     stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in measured["stages"].items())
     return (
         f"seconds a step: {stages}; samples by staleness {shares(measured['staleness'])}, tokens "
-        f"{shares(measured['token_staleness'])}; of the sampled tokens {filtered_and_thrown(measured['tokens'])}"
+        f"{shares(measured['token_staleness'])}; sampled {measured['sampled_a_trained_token']:.2f}; in all "
+        f"{percent(measured['filtered'])} filtered out, {percent(measured['thrown'])} thrown away"
     )
+
+
+def print_table(found: Mapping[str, dict[str, Any]], failed: Mapping[str, str]) -> None:
+    """A line a variant."""
+    lines = [
+        ["variant", "samples/s", "times", "tokens/s", "s a step", "idle: NVML", "stages", "filtered", "thrown",
+         "by staleness"]
+    ]  # fmt: skip
+    for name, measured in found.items():
+        peer, seconds, [rate] = peer_of(found, name), measured["step_seconds"], measured["samples_per_second"]
+        cells = [name, f"{rate:.1f}"]
+        cells.append("" if peer is None else f"{rate / found[peer]['samples_per_second'][0]:.2f} x {peer}")
+        cells += [f"{measured['tokens_per_second'][0]:.0f}", f"{sum(seconds) / len(seconds):.2f}"]
+        cells += [percent(measured[key]) for key in ("idle_by_nvml", "idle_by_stages", "filtered", "thrown")]
+        lines.append([*cells, shares(measured["staleness"])])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for name, why in failed.items():
+        print(f"{name}  failed: {why}", flush=True)
 
 
 def shares(counts: Mapping[str, int]) -> str:
@@ -290,48 +298,8 @@ def shares(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{key}: {percent(count / total)}" for key, count in counts.items())
 
 
-def filtered_and_thrown(tokens: Mapping[str, int]) -> str:
-    total = tokens["sampled"] or 1
-    return f"{percent(tokens['filtered'] / total)} filtered out, {percent(tokens['thrown'] / total)} thrown away"
-
-
-def print_table(found: Mapping[str, dict[str, Any]], failed: Mapping[str, str]) -> None:
-    """A line a variant."""
-    columns = (
-        "samples/s",
-        "times",
-        "tokens/s",
-        "s a step",
-        "idle: NVML",
-        "stages",
-        "filtered",
-        "thrown",
-        "by staleness",
-    )
-    lines = [("variant", *columns)]
-    for name, measured in found.items():
-        peer = found.get(VARIANTS[name].beside or "")
-        rate, tokens, seconds = measured["samples_per_second"], measured["tokens"], measured["step_seconds"]
-        idle = [measured[k] for k in ("idle_by_nvml", "idle_by_stages")]
-        cells = [
-            f"{rate:.1f}",
-            "" if peer is None else f"{rate / peer['samples_per_second']:.2f} x {VARIANTS[name].beside}",
-            f"{measured['tokens_per_second']:.0f}",
-            f"{sum(seconds) / len(seconds):.2f}",
-            *("" if share is None else percent(share) for share in idle),
-            *(percent(tokens[key] / (tokens["sampled"] or 1)) for key in ("filtered", "thrown")),
-            shares(measured["staleness"]),
-        ]
-        lines.append((name, *cells))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    for name, why in failed.items():
-        print(f"{name}  failed: {why}", flush=True)
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
 
 
 # ---- the runs
@@ -417,8 +385,7 @@ class Meter:
     """The hooks of a run on one rank, and what they saw."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._settings = settings
-        self._filtered = VARIANTS[settings["variant"]].filtered
+        self._settings, self._kind = settings, VARIANTS[settings["variant"]]
         self.sampled: Counter[int] = Counter()
         """Tokens that the engine gave, by group."""
         self.complete: dict[int, int] = {}
@@ -440,13 +407,13 @@ class Meter:
         return [task.sample(i, a) for i, a in enumerate(answers)]
 
     def reward(self, sample: Any) -> float:
-        return reward_of(sample.group_index, sample.index, filtered=self._filtered)
+        return reward_of(sample.group_index, sample.index, filtered=self._kind.filtered)
 
     def on_step(self, info: Any) -> None:
         """`run.on_step`, of measured steps. The weights that a step trains are of the version before it."""
         from lightrl.training.rollouts import versions_of
 
-        if info.step <= warmup_of(self._settings):
+        if info.step <= warmup_of(self._kind, self._settings):
             return
         for sample in (s for group in info.groups for s in group.scored):
             ages = [info.step - 1 - version for version in versions_of(sample)]
@@ -486,11 +453,12 @@ def measure(settings: dict[str, Any]) -> None:
     hooks = Hooks(generate=meter.generate, on_step=meter.on_step)
     trainer = Trainer(load_config(**sections_of(settings)), reward=meter.reward, hooks=hooks)
     started, steps = time.time() - start, []
-    warmup = warmup_of(settings)
-    begin, busy = time.time(), 0.0
-    for number in range(warmup + settings["steps"]):
+    begin, busy, sampled = start, 0.0, 0
+    kind = VARIANTS[settings["variant"]]
+    warmup = warmup_of(kind, settings)
+    for number in range(warmup + settings["steps"] * (1 + kind.apart)):
         if number == warmup:
-            begin, busy = time.time(), meter.busy_seconds
+            begin, busy, sampled = time.time(), meter.busy_seconds, meter.sampled.total()
         before = time.perf_counter()
         metrics = trainer.next_step()
         steps.append(step_of(metrics, time.perf_counter() - before))
@@ -499,6 +467,7 @@ def measure(settings: dict[str, Any]) -> None:
     measured = meter.report() | {
         "window": [begin, time.time()],
         "busy_seconds": meter.busy_seconds - busy,
+        "sampled_meanwhile": meter.sampled.total() - sampled,
         "steps": steps,
         "groups_done": trainer.groups_done,
         "start_seconds": round(started, 1),
@@ -509,9 +478,9 @@ def measure(settings: dict[str, Any]) -> None:
     close_world()
 
 
-def warmup_of(settings: Mapping[str, Any]) -> int:
+def warmup_of(kind: Variant, settings: Mapping[str, Any]) -> int:
     """Steps that are not measured."""
-    return int(settings["warmup"] + VARIANTS[settings["variant"]].fills)
+    return int(settings["warmup"] + kind.fills * (1 + kind.apart))
 
 
 def step_of(metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
