@@ -319,9 +319,10 @@ def _train(config: Config) -> None:
     trainer: Trainer | None = None
     with ending.told_when_stopped(lambda: _where(config, trainer)), ending.full_disk_told():
         from lightrl.distributed.mesh import close_world
+        from lightrl.training.rollout_ranks import serve_rollouts
         from lightrl.training.trainer import Trainer
 
-        if _is_done(config):
+        if _is_done(config) or serve_rollouts(config):
             return
         trainer = Trainer(config, claim=True)
         try:

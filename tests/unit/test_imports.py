@@ -49,6 +49,7 @@ RULES = {
     "rewards": f"{SECTION} lightrl.hooks | math_verify torch transformers",
     "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models lightrl.wrappers |",
     "engine.sglang": f"torch {SECTION} lightrl.distributed.waiting lightrl.engine lightrl.sync |",
+    "engine.remote": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_host": "lightrl.errors lightrl.engine.sglang_answers lightrl.engine.sglang_arguments "
     "lightrl.engine.sglang_frames lightrl.engine.sglang_versions | sglang",

@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from lightrl.config.kinds import STRICT, NonNegative, PositiveFloat, PositiveInt
+from lightrl.config.parallel import without_rollout_ranks
 from lightrl.config.sft import given_rows_problems, sft_problems
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class RMConfig(PairsConfig):
 def command_problems(config: Config, command: str) -> Problems:
     """(key, what is wrong and what to do) for `lightrl COMMAND` alone: the other commands leave its section be."""
     found = {"sft": sft_problems, "dpo": _dpo_problems, "rm": _rm_problems}.get(command)
-    return [] if found is None else found(config)
+    return [] if found is None else found(config) + without_rollout_ranks(config, command)
 
 
 def _dpo_problems(config: Config) -> Problems:

@@ -17,10 +17,11 @@ def of_rollouts(config: Config) -> list[tuple[str, str]]:
         problems.append(("rollout.max_staleness", text))
     elif rollout.max_staleness is not None and rollout.schedule == "one_step_off":
         problems.append(("rollout.max_staleness", f"it is 1 with {how}: drop it"))
-    if rollout.schedule != "sync" and config.engine.kind == "sglang":
+    if rollout.schedule != "sync" and config.engine.kind == "sglang" and not config.parallel.rollout_ranks:
         text = (
             f"{how} generates while it trains, and engine.kind = 'sglang' gives its GPUs back to training: set "
-            "engine.kind = 'sglang_server', with servers on other GPUs, or rollout.schedule = 'sync'"
+            "parallel.rollout_ranks, so that some ranks generate alone, or engine.kind = 'sglang_server', with servers "
+            "on other GPUs, or rollout.schedule = 'sync'"
         )
         problems.append(("rollout.schedule", text))
     if rollout.carries and config.agent.enabled:

@@ -77,8 +77,10 @@ class CarriedRollouts:
         self.settle()
         self._background.run(self.engine.pause())
         self._world.barrier()  # servers get their weights from the first rank alone
-        sync_weights(self._policy, self.engine.inner, version, self._state, beside=self._beside)
-        self._background.run(self.engine.resume())
+        try:
+            sync_weights(self._policy, self.engine.inner, version, self._state, beside=self._beside)
+        finally:  # where an engine is lost, who waits for its answers has to see it
+            self._background.run(self.engine.resume())
         self._held = version
 
     def release(self) -> None:

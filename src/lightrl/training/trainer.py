@@ -47,6 +47,7 @@ from lightrl.training.optim import advance, build_optimizer, build_schedule
 from lightrl.training.outside_eval import OutsideEvaluation
 from lightrl.training.packing import TrainSample
 from lightrl.training.probe import Probe
+from lightrl.training.rollout_ranks import meet_rollout_ranks, remote_engine
 from lightrl.training.rollouts import CarriedRollouts, check_staleness, mask_older
 from lightrl.training.teacher import Teacher, check_teacher
 from lightrl.training.update import mismatch_metrics, update
@@ -84,6 +85,9 @@ class Trainer:
         self.groups_done = 0
         self._torn = False  # an update was interrupted: weights and gradients are between two steps
         with self.loop.opening() as self._held:
+            self.rollout_ranks = meet_rollout_ranks(config, self.world)
+            for rank in self.rollout_ranks:
+                self._held.callback(end, rank.close)
             self._load_data(reward, load_hooks(config, hooks))
             self.loop.check_resume(self.source)
             self._load_model()
@@ -155,7 +159,22 @@ class Trainer:
             config.parallel, self.policy, self.reference, self.optimizer, self.critic, self.teacher
         )
         self._held.callback(end, lambda: self.state.close())
-        self.engine = setup.build_engine(
+        self.engine = self._build_engine()
+        self._held.callback(end, lambda: self.engine.close())
+        self.carried = CarriedRollouts.build(config, self.engine, self.world, self.policy, self.state)
+        if self.carried is not None:
+            self._held.callback(end, self.carried.close)
+        self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
+        self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
+        for text in setup.warnings(config, self.policy, self.tokenizer, len(self.prompts)):
+            self.console.warning(text)
+
+    def _build_engine(self) -> Engine:
+        config, routing = self.config, self.sampling.return_routing
+        if self.rollout_ranks:
+            ranks, context = self.rollout_ranks, self.context_length
+            return remote_engine(config, self.policy, self.world, ranks, context, return_routing=routing)
+        return setup.build_engine(
             config.engine,
             self.policy,
             self.tokenizer,
@@ -166,17 +185,9 @@ class Trainer:
             run_dir=self.run_dir,
             seed=setup.engine_seed(config.run),
             state=self.state,
-            return_routing=self.sampling.return_routing,
+            return_routing=routing,
             idle=self.dumped is not None,
         )
-        self._held.callback(end, lambda: self.engine.close())
-        self.carried = CarriedRollouts.build(config, self.engine, self.world, self.policy, self.state)
-        if self.carried is not None:
-            self._held.callback(end, self.carried.close)
-        self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
-        self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
-        for text in setup.warnings(config, self.policy, self.tokenizer, len(self.prompts)):
-            self.console.warning(text)
 
     # ---- one step ----
 
@@ -291,7 +302,7 @@ class Trainer:
         rollout, selection = self.config.rollout, selection or self.selection(prompts)
         if self.dumped is not None:
             return self.dumped.groups(self.steps_done + 1, selection, self.world)
-        mine = deal(self.world, prompts, self.config.engine.tensor_parallel)
+        mine = deal(self.world, prompts, self.config.ranks_per_engine)
         total = len(mine) * rollout.group_size if self.filter is None else None
         steps_left = self.config.run.steps - self.steps_done - 1
         with self.console.progress("generating", total=total) as bar:
@@ -299,7 +310,7 @@ class Trainer:
                 steps_left=max(steps_left, 0),
                 selection=selection,
                 world=self.world,
-                ranks_per_engine=self.config.engine.tensor_parallel,
+                ranks_per_engine=self.config.ranks_per_engine,
                 judge=self.filter,
                 prepare=lambda group: apply_truncation([group], rollout.truncated),
                 draw_early=self.config.engine.kind != "transformers",  # the embedded engine repeats to the last bit
@@ -358,7 +369,8 @@ class Trainer:
     def _restart_engine(self) -> None:
         """In place of one that was lost. The training state is still on the GPU where that was not while generating."""
         assert isinstance(self.engine, Restartable)
-        setup.make_room(self.config.engine, self.policy, self.state)
+        if not self.rollout_ranks:
+            setup.make_room(self.config.engine, self.policy, self.state)
         self.engine.restart()
 
     def _tell_restart(self, count: int, why: str) -> None:
@@ -464,7 +476,7 @@ class Trainer:
                 step=self.steps_done,
                 console=self.console,
                 writer=self.writer,
-                ranks_per_engine=self.config.engine.tensor_parallel,
+                ranks_per_engine=self.config.ranks_per_engine,
                 renew=self._renew_engine,
                 on_restart=self._tell_restart,
                 restart=self._restart_engine,
