@@ -12,9 +12,9 @@ for them with `ignore_eos`. Rewards cost nothing.
 - oversample, partial_correct, partial_mask: draws `--oversample` times the prompts at once and drops what is under way
   when enough pass, or goes on with it in the next step; beside `filter`.
 
-Rates are of the samples that were trained on, from the end of the warm-up to the end of the last step. Where steps to
-come are sampled ahead, the warm-up lasts until what its slow first step left is used up, and twice as many steps are
-measured; "sampled" in the notes says how many tokens were sampled meanwhile for each that was trained on.
+Rates are of the samples that were trained on, from the end of the warm-up to the end of the last step. With
+`async` the warm-up lasts until what was sampled in its slow first step is used up, and twice as many steps are measured;
+"sampled" in the notes says how many tokens were sampled meanwhile for each that was trained on.
 
 Share of GPU time that is idle, mean over GPUs: by NVML, the time in which no kernel ran (one that waits for another
 rank counts as busy; needs `pynvml`, which comes with SGLang); by stages, the time in which no answer was under way on
@@ -67,6 +67,8 @@ class Variant:
     """Some GPUs generate, the others train."""
     fills: int = 0
     """Steps until as much is under way as ever will be."""
+    pipelined: bool = False
+    """Answers outlive a step: it may take what was sampled long before, so more steps are made."""
     filtered: bool = False
     oversampled: bool = False
     beside: str | None = None
@@ -77,8 +79,12 @@ _FILTER = {"filter": "nonzero_std"}
 VARIANTS = {
     "sync": Variant(),
     "one_step_off": Variant(rollout={"schedule": "one_step_off"}, more=TIS, apart=True, fills=1, beside="sync"),
-    "async_1": Variant(rollout={"schedule": "async", "max_staleness": 1}, more=TIS, apart=True, fills=1, beside="sync"),
-    "async_2": Variant(rollout={"schedule": "async", "max_staleness": 2}, more=TIS, apart=True, fills=2, beside="sync"),
+    "async_1": Variant(
+        rollout={"schedule": "async", "max_staleness": 1}, more=TIS, apart=True, fills=1, pipelined=True, beside="sync"
+    ),
+    "async_2": Variant(
+        rollout={"schedule": "async", "max_staleness": 2}, more=TIS, apart=True, fills=2, pipelined=True, beside="sync"
+    ),
     "filter": Variant(rollout=_FILTER, filtered=True, beside="sync"),
     "oversample": Variant(rollout=_FILTER, filtered=True, oversampled=True, beside="filter"),
     "partial_correct": Variant(
@@ -102,7 +108,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--mean", type=int, default=256, help="of the lengths of answers")
     parser.add_argument("--longest", type=int, default=1024, help="answer")
     parser.add_argument("--oversample", type=float, default=2.5, help="times --prompts are drawn at once")
-    parser.add_argument("--steps", type=int, default=3, help="measured; twice as many where some ranks generate alone")
+    parser.add_argument("--steps", type=int, default=3, help="measured; twice as many with async")
     parser.add_argument("--warmup", type=int, default=1, help="steps before; more where steps to come are under way")
     parser.add_argument("--tokens", type=int, default=32768, help="a microbatch")
     parser.add_argument("--memory-fraction", type=float, default=0.5, help="of a GPU, for SGLang")
@@ -447,16 +453,19 @@ def measure(settings: dict[str, Any]) -> None:
     from lightrl.config.load import load_config
     from lightrl.distributed.mesh import close_world
     from lightrl.training.hooks import Hooks
+    from lightrl.training.rollout_ranks import serve_rollouts
     from lightrl.training.trainer import Trainer
 
-    start, meter = time.time(), Meter(settings)
+    start, meter, config = time.time(), Meter(settings), load_config(**sections_of(settings))
+    if serve_rollouts(config):
+        return
     hooks = Hooks(generate=meter.generate, on_step=meter.on_step)
-    trainer = Trainer(load_config(**sections_of(settings)), reward=meter.reward, hooks=hooks)
+    trainer = Trainer(config, reward=meter.reward, hooks=hooks)
     started, steps = time.time() - start, []
     begin, busy, sampled = start, 0.0, 0
     kind = VARIANTS[settings["variant"]]
     warmup = warmup_of(kind, settings)
-    for number in range(warmup + settings["steps"] * (1 + kind.apart)):
+    for number in range(warmup + settings["steps"] * (1 + kind.pipelined)):
         if number == warmup:
             begin, busy, sampled = time.time(), meter.busy_seconds, meter.sampled.total()
         before = time.perf_counter()
@@ -480,7 +489,7 @@ def measure(settings: dict[str, Any]) -> None:
 
 def warmup_of(kind: Variant, settings: Mapping[str, Any]) -> int:
     """Steps that are not measured."""
-    return int(settings["warmup"] + kind.fills * (1 + kind.apart))
+    return int(settings["warmup"] + kind.fills * (1 + kind.pipelined))
 
 
 def step_of(metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
