@@ -12,9 +12,9 @@ for them with `ignore_eos`. Rewards cost nothing.
 - oversample, partial_correct, partial_mask: draws `--oversample` times the prompts at once and drops what is under way
   when enough pass, or goes on with it in the next step; beside `filter`.
 
-Rates are of the samples that were trained on, from the end of the warm-up to the end of the last step. With
-`async` the warm-up lasts until what was sampled in its slow first step is used up, and twice as many steps are measured;
-"sampled" in the notes says how many tokens were sampled meanwhile for each that was trained on.
+Rates are of the samples that were trained on, from the end of the warm-up to the end of the last step. With `async` the
+warm-up lasts until what was sampled in its slow first step is used up, and twice as many steps are measured; "sampled"
+in the notes says how many tokens were sampled meanwhile for each that was trained on.
 
 Share of GPU time that is idle, mean over GPUs: by NVML, the time in which no kernel ran (one that waits for another
 rank counts as busy; needs `pynvml`, which comes with SGLang); by stages, the time in which no answer was under way on
@@ -184,11 +184,7 @@ def summary(
 
 
 def added(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Sum of counts, by key.
-
-    >>> added([{"0": 1, "1": 2}, {"1": 3}])
-    {'0': 1, '1': 5}
-    """
+    """Sum of counts, by key."""
     return {key: sum(part.get(key, 0) for part in counts) for key in sorted(set().union(*counts))}
 
 
@@ -295,11 +291,6 @@ def print_table(found: Mapping[str, dict[str, Any]], failed: Mapping[str, str]) 
 
 
 def shares(counts: Mapping[str, int]) -> str:
-    """As percentages.
-
-    >>> shares({"0": 1, "1": 3})
-    '0: 25 %, 1: 75 %'
-    """
     total = sum(counts.values()) or 1
     return ", ".join(f"{key}: {percent(count / total)}" for key, count in counts.items())
 
@@ -372,7 +363,7 @@ def write_inputs(settings: Mapping[str, Any]) -> None:
 
 
 class CountingEngine:
-    """What a hook asks: the run's engine, and a count of the tokens that it gave, also for groups that were ended."""
+    """What a hook asks: the run's engine, with a count of what it gave, also for groups that were ended."""
 
     def __init__(self, engine: Any, meter: Meter, group: int) -> None:
         self._engine, self._meter, self._group = engine, meter, group
@@ -382,9 +373,6 @@ class CountingEngine:
             answers = await self._engine.generate(request)
         self._meter.sampled[self._group] += sum(len(answer.tokens) for answer in answers)
         return answers
-
-    def abort(self, request_id: str | None = None) -> None:
-        self._engine.abort(request_id)
 
 
 class Meter:
