@@ -208,7 +208,7 @@ def write_model(folder: Path, shape: Mapping[str, Any], *, device: str) -> None:
     fast.save_pretrained(folder)
     config = Qwen3Config(**shape, architectures=["Qwen3ForCausalLM"], eos_token_id=1, pad_token_id=0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16)  # drawn twice as fast
     model.save_pretrained(folder)
     del model
     if device == "cuda":
