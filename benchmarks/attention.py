@@ -76,6 +76,7 @@ def measure(case: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
     packed, lengths = qkv(len(batch.input_ids)), [len(s.prompt) + len(s.response) - 1 for u in units for s in u]
     module = torch.nn.Module()
+    module.fuse = True  # as with model.kernels = "auto"
     bodies = [
         Body("ours", packed, lambda q, k, v: [packed_attention(module, q, k, v, None, segments=segments)[0]]),
         Body(SDPA, packed if segments.kv_index is None else qkv(sum(lengths)), sdpa_loop(lengths)),

@@ -4,8 +4,8 @@ pass (`--variants`), ours beside transformers under FSDP2.
 Ours is `training/update.py` on a policy made as in a run: log-probs and entropies of all tokens, the policy loss, its
 metrics; with advantages of 1 its gradient is that of the mean cross entropy. The peer computes that one with
 transformers' own model, `fully_shard` on each block, its gradient checkpointing, SDPA's flash kernel, cross entropy in
-chunks of 1,024 rows, torch's clipping and fused AdamW; rows of one length as a batch, without padding. Both: the same
-weights and tokens, float32 masters, bfloat16 compute (float32 on a CPU), in one process, in turns.
+chunks of 1,024 rows, torch's clipping and fused AdamW; rows of one length as a batch, without padding. A second row
+holds ours against the same peer with the attention that torch chooses by itself. All: the same weights and tokens, float32 masters, bfloat16 compute (float32 on a CPU), in one process, in turns.
 
 MFU is model FLOPs over time and 989.4 TFLOP/s (H200, bfloat16 dense). Model FLOPs a token: 6 for each weight of a
 matrix product (blocks and head), and 6 x layers x heads x head size x row length for causal attention; what is
@@ -57,6 +57,7 @@ GOALS = {("Qwen3-0.6B", 1): 2.0, ("Qwen3-4B", 1): 1.7, ("Qwen3-0.6B", 8): 1.7, (
 PEAK = 989.4e12
 VARIANTS = {"kept": "attention kept", "all": "all recomputed", "none": "nothing recomputed"}  # in ours
 PEER = "transformers, FSDP2, SDPA flash"
+PEERS = {"peer": PEER, "peer_default": "transformers, FSDP2, SDPA as torch chooses"}
 CHUNK = 1024  # rows of the peer's logits at a time
 
 
@@ -98,22 +99,26 @@ def make_rows(shape: str, gpus: int, case: dict[str, Any]) -> list[dict[str, Any
     name += f", {gpus} GPUs" if gpus > 1 else ""
     flops = flops_per_token(SHAPES[shape], case["length"])
     tokens = case["length"] * case["count"]
-    rates = {who: [tokens / seconds for seconds in case["seconds"][who]] for who in ("ours", "peer")}
+    rates = {who: [tokens / seconds for seconds in spent] for who, spent in case["seconds"].items()}
     mfu = {who: 100 * statistics.median(rates[who]) * flops / PEAK for who in rates if rates[who]}
     alone = not rates["peer"]
-    note = f"MFU {mfu['ours']:.1f} %" + ("" if alone else f", peer {mfu['peer']:.1f} %")
     rows = [
         common.result_row(
-            name, "tokens/s/GPU", rates["ours"], rates["peer"], better="higher", peer_name=None if alone else PEER,
+            name, "tokens/s/GPU", rates["ours"], rates[who], better="higher", peer_name=None if alone else PEERS[who],
             limit=round(PEAK / flops) if case["peak"]["ours"] else None, goal=GOALS.get((shape, case["count"])),
-            note=note if case["peak"]["ours"] else "",
+            note=note(mfu, who, alone) if case["peak"]["ours"] else "",
         )
+        for who in PEERS if rates.get(who) or (alone and who == "peer")
     ]  # fmt: skip
     if case["peak"]["ours"]:
         peaks = ([case["peak"]["ours"]], [] if alone else [case["peak"]["peer"]])
         peer_name, goal = (None, None) if alone else (PEER, 1.0)
         rows.append(common.result_row(f"{name}: peak", "GiB", *peaks, better="lower", peer_name=peer_name, goal=goal))
     return rows
+
+
+def note(mfu: dict[str, float], who: str, alone: bool) -> str:
+    return f"MFU {mfu['ours']:.1f} %" + ("" if alone else f", peer {mfu[who]:.1f} %")
 
 
 def flops_per_token(shape: dict[str, Any], length: int) -> float:
@@ -160,8 +165,10 @@ def take_turns(world: Any, ours: Any, peer: Any, tokens: Any, repeats: int) -> d
     cuda = world.device.type == "cuda"
     both = {"ours": (ours, peer)} | ({} if peer is None else {"peer": (peer, ours)})
     steps = {who: mine.prepared(tokens) for who, (mine, _) in both.items()}
-    seconds: dict[str, list[float]] = {"ours": [], "peer": []}
-    peak = {"ours": 0.0, "peer": 0.0}
+    if type(peer) is Peer:  # others choose by themselves
+        both["peer_default"], steps["peer_default"] = (peer, ours), peer.prepared(tokens, flash=False)
+    seconds: dict[str, list[float]] = {"ours": [], "peer": []} | {who: [] for who in both}
+    peak = dict.fromkeys(seconds, 0.0)
     for turn in range(repeats + 2):  # two to set up
         for who, (_, other) in both.items():
             if cuda:
@@ -292,16 +299,16 @@ class Peer(Trained):
         self.module.train()
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-6, fused=True)
 
-    def prepared(self, tokens: Any) -> Callable[[], object]:
-        """A step on [rows, length + 1] tokens."""
-        return self.step(tokens[:, :-1], tokens[:, 1:].flatten())
+    def prepared(self, tokens: Any, flash: bool = True) -> Callable[[], object]:
+        """A step on [rows, length + 1] tokens, by SDPA's flash kernel or by that which torch chooses."""
+        return self.step(tokens[:, :-1], tokens[:, 1:].flatten(), flash)
 
-    def step(self, ids: Any, targets: Any) -> Callable[[], object]:
+    def step(self, ids: Any, targets: Any, flash: bool = True) -> Callable[[], object]:
         """On [rows, length] and [rows x length], -100 where there is none."""
         import torch
 
         def step() -> None:
-            with self.kernel():
+            with self.kernel() if flash else nullcontext():
                 self.module(*(t.to(self.device, non_blocking=True) for t in (ids, targets))).backward()
             norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
             if torch.isfinite(norm.full_tensor()):

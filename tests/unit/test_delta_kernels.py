@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightrl.kernels import delta, gated_delta, gated_norm, short_conv
 from lightrl.kernels.delta import Heads, Plan
@@ -73,6 +75,21 @@ def test_rule_equals_the_recurrence(name: str) -> None:
     assert [t.dtype for t in found[2:]] == [t.dtype for t in tensors]
     compare(found, expected, TOLERANCE[dtype])
     assert not found[-1][torch.tensor(parents) >= 0].any()  # they start from their prompts' states
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("keep", [False, True])
+def test_in_a_block_that_is_computed_again(keep: bool) -> None:
+    chains = Chains.build((3, 2), (-1, 0), CPU)
+    tensors = inputs(chains, Heads(1, 16, 1, 16), 0.05, torch.float32)
+
+    def again(*leaves: Any, **options: Any) -> Any:
+        return checkpoint(partial(delta.gated_delta_rule, **options), *leaves, use_reentrant=False)
+
+    options = {"want_ends": True, "plan": Plan(keep=keep)}
+    expected = results(delta.gated_delta_rule, tensors, chains, **options)
+    for mine, wanted in zip(results(again, tensors, chains, **options), expected, strict=True):
+        assert torch.equal(mine, wanted)
 
 
 def test_the_recurrence_equals_the_plain_path() -> None:

@@ -80,10 +80,10 @@ class ModelConfig:
     recompute_attention: bool = False
     """With `activation_checkpointing`, compute attention a second time too, instead of keeping its outputs (on a GPU in
     bfloat16: tokens x heads x head size x 2 bytes a layer). Gradients are the same."""
-    kernels: Literal["auto", "off"] = "off"
+    kernels: Literal["auto", "off"] = "auto"
     """`auto`: known families on a GPU run on kernels of our own (norms, rotary positions, gated products, experts,
     gated delta layers, log-probs) and on the fastest attention that is installed; `off`: on torch and transformers
-    alone. Off by default, as not all of these kernels have been tested on a GPU yet (docs/kernels.md)."""
+    alone. On a CPU they are the same."""
     reference_path: str | None = None
     """Checkpoint of the frozen reference for the KL term; default: the policy's own start."""
     trust_remote_code: bool = False

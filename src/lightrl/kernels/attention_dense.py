@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightrl.kernels.attention_flash import Body, FlashBody, Grads, Packing, Saved, Span
 
-SEPARATE_ROWS = 2048  # segments this long are worth a call each
+SEPARATE_ROWS = 8192  # segments this long are worth a call each: below, padding and gathering take what cuDNN gives
 UNIFORM_ROWS = 512  # segments of one length, and this long, are worth a plan
 _MAX_WIDTH = 128
 _SAVED = 5  # tensors of a group: cuDNN's log-sum-exp, seed and offset, and the prefix kernel's two

@@ -241,11 +241,12 @@ class _Rule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_ends: Tensor | None) -> tuple[Any, ...]:
         blocks, plan, heads = ctx.constants
-        q, k, q_inverse, k_inverse, v, log_decay, beta, initial = ctx.saved_tensors[:8]
+        # asked for once: a block that is computed again gives its tensors out a single time
+        q, k, q_inverse, k_inverse, v, log_decay, beta, initial, *kept = ctx.saved_tensors
         rows = _Rows(q, k, q_inverse, k_inverse, v, log_decay, beta)
-        if ctx.saved_tensors[8:]:
+        if kept:
             names = ("decays", "solved", "w", "u", "before", "new")
-            work = _Work(**dict(zip(names, ctx.saved_tensors[8:], strict=True)), ends=None)
+            work = _Work(**dict(zip(names, kept, strict=True)), ends=None)
         else:
             work = _forward(rows, initial, blocks, False, plan)
         grad = torch.zeros_like(work.new) if grad is None else grad.contiguous()

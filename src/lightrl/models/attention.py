@@ -11,9 +11,8 @@ segments get here; as the name is not in transformers' mask registry it builds n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightrl.kernels.attention import attend, choose
-from lightrl.kernels.attention_flash import Packing, Span
+from lightrl.kernels.attention_flash import FlashBody, Packing, Span
 from lightrl.kernels.gated_delta import Chains
 from lightrl.models import context_parallel
 from lightrl.models.context_parallel import SharedSegments
@@ -197,43 +196,15 @@ class _Rule:
 def _by_kernel(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: _Rule) -> Tensor:
     value_dim = v.shape[-1]
     width = -(-max(q.shape[-1], value_dim) // 8) * 8  # kernels want one width for all three, in steps of 8
-    q, k, v = (_widened(x[0].transpose(0, 1), width) for x in (q, k, v))  # [T, heads, width]
+    # squeezed, not indexed: the gradient of an index is a tensor of zeros and a copy into it
+    q, k, v = (_widened(x.squeeze(0).transpose(0, 1), width) for x in (q, k, v))  # [T, heads, width]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    if rule.sinks is None and not getattr(module, "fuse", False):
-        return _varlen(q, k, v, segments, rule)[None, ..., :value_dim]
-    body = choose(segments.packing, q, v, rule.scale, rule.window, rule.sinks is not None)
+    if getattr(module, "fuse", False):
+        body = choose(segments.packing, q, v, rule.scale, rule.window, rule.sinks is not None)
+    else:
+        body = FlashBody(segments.packing, rule.scale, rule.window)
     out = attend(q, k, v, body, rule.sinks, getattr(module, OUTPUTS, None))
     return out[None, ..., :value_dim]
-
-
-def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: _Rule) -> Tensor:
-    """torch's variable-length attention: without `model.kernels`."""
-    if segments.kv_index is not None:
-        k, v = k.index_select(0, segments.kv_index), v.index_select(0, segments.kv_index)
-    out: Tensor = _varlen_function()(
-        q,
-        k,
-        v,
-        segments.cu_seqlens_q,
-        segments.cu_seqlens_k,
-        segments.max_seqlen_q,
-        segments.max_seqlen_k,
-        scale=rule.scale,
-        window_size=(-1, 0) if rule.window is None else (rule.window - 1, 0),
-    )
-    return out
-
-
-@cache
-def _varlen_function() -> Callable[..., Any]:
-    """torch's variable-length attention; newer releases want grouped heads to be named."""
-    import inspect
-
-    from torch.nn.attention.varlen import varlen_attn
-
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
-        return varlen_attn
-    return lambda *args, **kwargs: varlen_attn(*args, **kwargs, enable_gqa=True)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

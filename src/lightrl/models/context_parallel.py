@@ -51,7 +51,7 @@ def to_heads(
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if (copies := ranks // key.shape[1]) > 1:
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
-    parts = [x[0].unflatten(0, (ranks, -1)) for x in (query, key, value)]  # [n, heads / n, L, D]
+    parts = [x.squeeze(0).unflatten(0, (ranks, -1)) for x in (query, key, value)]  # [n, heads / n, L, D]
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in _swap(parts, group))
     return q, k, v, None if sinks is None else sinks.view(ranks, -1)[rank]
 
@@ -59,7 +59,7 @@ def to_heads(
 def to_rows(out: Tensor, group: Any) -> Tensor:
     """[1, T, heads / n, D] of all rows -> [1, L, heads, D] of this rank's."""
     ranks = dist.get_world_size(group)
-    (parts,) = _swap([out[0].unflatten(0, (ranks, -1))], group)  # [n, L, heads / n, D], by heads
+    (parts,) = _swap([out.squeeze(0).unflatten(0, (ranks, -1))], group)  # [n, L, heads / n, D], by heads
     return parts.transpose(0, 1).flatten(1, 2)[None]
 
 

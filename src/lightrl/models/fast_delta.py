@@ -170,7 +170,7 @@ def mix(kernels: Kernels, inputs: DeltaInputs, chains: Chains) -> Tensor:
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=generation.cu_seqlens,
         )
-        outputs.append(out[0])
+        outputs.append(out.squeeze(0))
     if not rows:
         return outputs[0]
     together = torch.cat(outputs)
@@ -183,4 +183,4 @@ def _convolve(kernels: Kernels, inputs: DeltaInputs, chains: Chains) -> Tensor:
     out = kernels.convolution(
         inputs.mixed[None], inputs.weight, inputs.bias, cu_seqlens=chains.generations[0].cu_seqlens
     )
-    return inputs.activation((out[0] if isinstance(out, tuple) else out)[0])
+    return inputs.activation((out[0] if isinstance(out, tuple) else out).squeeze(0))

@@ -79,7 +79,7 @@ def _attention_forward(
     if any(kwargs.pop(name, None) is not None for name in ("cache", "past_key_values")):
         raise RuntimeError(f"{type(self).__name__} runs packed rows here and takes no cache")
     cos, sin = (angles[0] for angles in position_embeddings)
-    query, key, value = (p(hidden_states)[0] for p in (self.q_proj, self.k_proj, self.v_proj))
+    query, key, value = (p(hidden_states).squeeze(0) for p in (self.q_proj, self.k_proj, self.v_proj))
     query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value))  # [T, heads, D]
     gate = None
     if self.q_proj.out_features == 2 * self.o_proj.in_features:  # each head's query, then its gate

@@ -146,7 +146,7 @@ def _forward(
         out = kv_cache.mix(layer.layer_idx, inputs)
     elif isinstance(segments, SharedSegments):
         out = mix(context_parallel.delta_to_heads(inputs, segments.group), segments.whole.chains)
-        out = context_parallel.to_rows(out[None], segments.group)[0]
+        out = context_parallel.to_rows(out[None], segments.group).squeeze(0)
     elif segments is not None:
         out = mix(inputs, segments.chains)
     else:
