@@ -412,9 +412,12 @@ def _evaluated(config: Config, checkpoint: Path | None) -> dict[str, float]:
 
     from lightrl.config.sampling_only import for_evaluation
     from lightrl.distributed.mesh import close_world
+    from lightrl.training.rollout_ranks import serve_rollouts
     from lightrl.training.trainer import Trainer
 
     config = for_evaluation(config)
+    if serve_rollouts(config):
+        return {}
     state = _state_to_evaluate(config, checkpoint)
     what, where = str(state or config.model.path), ""
     if state is None and checkpoint is None and config.run.resume:

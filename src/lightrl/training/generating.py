@@ -11,6 +11,7 @@ from lightrl.errors import UserError
 from lightrl.observe.rollouts import RolloutWriter
 from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training.probe import rollout_writer
+from lightrl.training.rollout_ranks import serve_rollouts
 from lightrl.training.trainer import Trainer
 from lightrl.types import SampleGroup
 
@@ -27,7 +28,10 @@ def generate(config: Config, out: Path, *, steps: int, checkpoint: Path | None) 
     From the weights of `checkpoint`, or the model's own; prompts come from the beginning of their order.
     """
     check_out(out)
-    trainer = Trainer(for_generation(config), only_evaluate=True)
+    config = for_generation(config)
+    if serve_rollouts(config):
+        return out
+    trainer = Trainer(config, only_evaluate=True)
     try:
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint, weights_only=True)

@@ -69,9 +69,9 @@ class CarriedRollouts:
         if self._waits_for_all:
             self.run(self._carry.settle())
 
-    def sync(self, version: int) -> None:
-        """New weights for the engine; what was held goes on with them."""
-        if self._beside and self._held == version:
+    def sync(self, version: int, *, again: bool = False) -> None:
+        """New weights for the engine; what was held goes on with them. With `again` also of a version that it has."""
+        if self._beside and self._held == version and not again:
             return
         self._held = None
         self.settle()

@@ -358,11 +358,12 @@ class Trainer:
     def _sync_engine(self) -> None:
         """Give the engine the present weights. One that was lost while it idled is restarted when it is to generate."""
         with contextlib.suppress(EngineLostError):
-            self._renew_engine()
+            self._renew_engine(again=False)
 
-    def _renew_engine(self) -> None:
+    def _renew_engine(self, again: bool = True) -> None:
+        """`again`: also one that has them, as an engine was started anew."""
         if self.carried is not None:
-            self.carried.sync(self.policy_version)
+            self.carried.sync(self.policy_version, again=again)
         else:
             sync_weights(self.policy, self.engine, self.policy_version, self.state)
 

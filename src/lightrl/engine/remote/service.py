@@ -57,7 +57,7 @@ class RolloutService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._restart: asyncio.Task[None] | None = None
         self._incarnation = 0
-        self._told_lost = False
+        self._told_lost = self._is_bare = False
         self._num_passes = 0
         self._staying = set(self._channels)
         self._over = threading.Event()
@@ -190,6 +190,8 @@ class RolloutService:
         if key in self._aborted:
             nothing = Completion(tokens=[], logprobs=[], status=Status.ABORTED, policy_versions=[])
             return [pack_completion(nothing)] * request.n
+        if self._is_bare:  # of a rank that does not know of the loss yet
+            raise EngineLostError("the engine was lost, and the new one has no weights yet")
         self._begun.add(key)
         return [pack_completion(completion) for completion in await self._engine.generate(request)]
 
@@ -223,6 +225,7 @@ class RolloutService:
         else:
             named = (entry for group in self._receiver for entry in group)
             self._engine.load_weights(named, version)
+        self._is_bare = False
 
     def _next_pass(self) -> None:
         self._num_passes += 1
@@ -262,7 +265,7 @@ class RolloutService:
         finally:
             self._restart = None
         self._incarnation += 1
-        self._told_lost = False
+        self._told_lost, self._is_bare = False, True
         self._tell("back", incarnation=self._incarnation)
 
 
