@@ -47,7 +47,7 @@ from lightrl.training.optim import advance, build_optimizer, build_schedule
 from lightrl.training.outside_eval import OutsideEvaluation
 from lightrl.training.packing import TrainSample
 from lightrl.training.probe import Probe
-from lightrl.training.rollout_ranks import meet_rollout_ranks, remote_engine
+from lightrl.training.rollout_ranks import meet_rollout_ranks, num_lost, remote_engine
 from lightrl.training.rollouts import CarriedRollouts, check_staleness, mask_older
 from lightrl.training.teacher import Teacher, check_teacher
 from lightrl.training.update import mismatch_metrics, update
@@ -375,6 +375,8 @@ class Trainer:
         self.engine.restart()
 
     def _tell_restart(self, count: int, why: str) -> None:
+        if self.rollout_ranks and not (count := num_lost(self.engine)):
+            return  # another rank has restarted it, and it lacks its weights
         engines = "an engine died and is" if count == 1 else f"{count} engines died and are"
         reason = f": {why}" if why else ""
         self.console.warning(f"{engines} started anew; answers that were lost are sampled again{reason}")
