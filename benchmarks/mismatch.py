@@ -148,7 +148,7 @@ def measure(settings: dict[str, Any]) -> list[dict[str, Any]]:
     for name, why in failed.items():
         print(f"{settings['model']}, {name}: no engine: {why}", flush=True)
     trainer.engine.close()
-    trainer.engine = engines[settings["settings"].split(",")[0]]
+    trainer.rollouts.engine = engines[settings["settings"].split(",")[0]]
     start = [local(p).clone() for p in trainer.policy.parameters()]
     results: list[dict[str, Any]] = []
     for kind in ("flat", "peaked") if settings["model"] in SHAPES else ("",):
@@ -276,7 +276,7 @@ def look(trainer: Any, engines: dict[str, Any], moment: dict[str, Any]) -> Itera
     try:
         for name, engine in engines.items():
             synchronise(trainer, engine)
-            trainer.engine = engine
+            trainer.rollouts.engine = engine
             begun = time.monotonic()
             groups = trainer.collect(prompts)
             seconds = time.monotonic() - begun
@@ -284,7 +284,7 @@ def look(trainer: Any, engines: dict[str, Any], moment: dict[str, Any]) -> Itera
             yield moment | found | {"setting": name, "seconds": seconds}
             print(json.dumps(moment | {"setting": name} | found), flush=True)
     finally:
-        trainer.engine = first
+        trainer.rollouts.engine = first
 
 
 def stock_models(trainer: Any) -> tuple[Any, Any]:

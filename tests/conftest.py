@@ -131,6 +131,26 @@ _TINY: dict[str, Any] = {
 
 
 @pytest.fixture
+def trainer_for(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """`trainer_for(reward=…, **sections)`: a trainer on the miniature run (`tiny_run.py`); closed after the test."""
+    import tiny_run
+
+    from lightrl.distributed.mesh import close_world
+    from lightrl.training.trainer import Trainer
+
+    made: list[Trainer] = []
+
+    def build(reward: Any = None, **sections: Any) -> Trainer:
+        made.append(Trainer(tiny_run.make_run(tmp_path, **sections), reward=reward))
+        return made[-1]
+
+    yield build
+    for trainer in made:
+        trainer.close()
+    close_world()
+
+
+@pytest.fixture
 def run_distributed(tmp_path: Path) -> Iterator[Callable[..., str]]:
     """`run_distributed(target, nproc=2, *args, timeout=180, env=None, torchrun=False) -> output` on this machine.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -125,3 +126,14 @@ def play(agent: Agent, script: Script, *, prompts: int = 1, **more: Any) -> list
     groups = run_async(work())
     assert not engine.running
     return [g for g in groups if g is not None]
+
+
+def said_of(agent: Any, sample: Sample) -> str:
+    """The response with what was sampled between « and »."""
+    text = ""
+    for sampled, run in itertools.groupby(
+        zip(sample.mask, sample.response_tokens, strict=True), key=lambda pair: pair[0]
+    ):
+        written = agent.template.text([token for _, token in run], special=True)
+        text += f"«{written}»" if sampled else written
+    return text

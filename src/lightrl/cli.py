@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lightrl import cli_looking, ending
+from lightrl import cli_looking, cli_serve, ending
 from lightrl import cli_places as places
 from lightrl.errors import LostError, UserError
 from lightrl.threads import sleep_while_waiting
@@ -26,7 +26,7 @@ _RAW = {"allow_extra_args": True, "ignore_unknown_options": True}
 _CONFIG_EPILOG = (
     "`lightrl config list` shows every key with its type, default and meaning. Sections: run, model, data, reward, "
     "rollout, agent, endpoint, sandbox, engine, sync, algorithm, correction, teacher, lora, sft, dpo, rm, optim, "
-    "critic, critic_optim, parallel, checkpoint, eval, log, dump, debug. "
+    "critic, critic_optim, parallel, checkpoint, eval, evaluator, log, dump, debug. "
     "Later files and flags win: lightrl train base.toml mine.toml --optim.lr 2e-6"
 )
 
@@ -44,6 +44,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show, check or list the configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 cli_looking.register(app)
+cli_serve.register(app, context_settings=_RAW, options_metavar=f"{_CONFIG_ARGS} [OPTIONS]", epilog=_CONFIG_EPILOG)
 
 
 @app.callback()
@@ -427,7 +428,7 @@ def _evaluated(config: Config, checkpoint: Path | None) -> dict[str, float]:
         folder = str(Path(config.run.dir) / "eval" / places.name_of(what))
         config = replace(config, run=replace(config.run, dir=folder))
         where += f"; samples go to {folder}" if config.log.save_samples else ""
-    trainer = Trainer(config, only_evaluate=True)
+    trainer = Trainer(config, only_sample=True)
     try:
         if state is not None:
             trainer.load_checkpoint(state, weights_only=True)

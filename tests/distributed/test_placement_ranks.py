@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ranks
+import sglang_stand_in
 import tiny_run
 import torch
 
@@ -160,12 +161,69 @@ def test_an_engine_that_dies_is_replaced_and_only_its_answers_are_sampled_again(
     prepared(tmp_path, "sync", "async")
     jobs = [["sync", SYNC | ONE], ["async", ASYNC | ONE]]
     output = run_distributed(mortal_runs, 3, tmp_path, *map(json.dumps, jobs))
-    assert output.count("started anew") >= 4, output
+    assert output.count("an engine died and is started anew") == 4, output
     rows = rows_of(tmp_path / "sync", 2)
     assert without_logprobs(rows) == without_logprobs(rows_of(alone / "sync"))
     rows = rows_of(tmp_path / "async", 2)
     assert [(row[1], row[3]) for row in rows] == [(group, i) for group in range(24) for i in range(4)]
     assert max(row[0] - min(row[6]) for row in rows) <= 2
+
+
+def shared_engine(folder: str) -> None:
+    """One rank trains; two hold one engine, which dies as it takes its first weights."""
+    import asyncio
+
+    from lightrl.distributed.mesh import close_world
+    from lightrl.engine import sglang, sglang_arguments
+    from lightrl.engine.base import EngineLostError, GenerateRequest, SamplingParams
+    from lightrl.sync.buckets import BucketSender
+    from lightrl.sync.weights import sync_weights
+    from lightrl.training.rollout_ranks import serve_rollouts
+    from lightrl.training.trainer import Trainer
+
+    sglang.check_platform = sglang_arguments.check_installed = sglang_arguments.check = lambda *_: None
+    BucketSender.introduction = sglang_stand_in.introduction  # type: ignore[method-assign]
+    restart = sglang.SGLangEngine.restart
+
+    def healed(self: Any) -> None:
+        os.environ.pop("STAND_IN_DIES_IN")
+        restart(self)
+
+    sglang.SGLangEngine.restart = healed  # type: ignore[method-assign]
+    os.environ["STAND_IN_DIES_IN"] = "receive"
+    engine_config = {"kind": "sglang", "tensor_parallel": 2, "hang_timeout": sglang_stand_in.HANG}
+    here = {"device": "auto"}  # no GPU is to be seen; "cpu" refuses to split an engine
+    config = tiny_run.make_run(Path(folder), run=here, engine=engine_config, parallel={"rollout_ranks": 2})
+    if serve_rollouts(config):
+        close_world()
+        return
+    trainer = Trainer(config)
+    try:
+        engine: Any = trainer.engine
+        with pytest.raises(EngineLostError, match="exit code"):
+            sync_weights(trainer.policy, engine, 7)
+        assert (engine.lost, engine.policy_version) == (True, -1)
+        engine.restart()
+        assert not engine.lost
+        sync_weights(trainer.policy, engine, 7)
+        request = GenerateRequest(id="a", tokens=[4], sampling=SamplingParams(max_new_tokens=5), n=3)
+        assert [answer.tokens for answer in asyncio.run(engine.generate(request))] == [[0, 1, 2, 3, 4]] * 3
+    finally:
+        trainer.close()
+        close_world()
+
+
+def test_an_engine_over_two_ranks_is_lost_and_restarted_on_both(tmp_path: Path, run_distributed: Any) -> None:
+    (tmp_path / "run").mkdir()
+    tiny_run.make_run(tmp_path / "run")
+    path = os.pathsep.join([str(sglang_stand_in.install(tmp_path)), os.environ["PYTHONPATH"]])
+    run_distributed(
+        shared_engine, 3, tmp_path / "run", env={"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}, timeout=120
+    )
+    logs = [file.read_text() for file in (tmp_path / "run" / "run" / "engine").glob("*.log")]
+    assert len(logs) == 1
+    found = [line.split()[1] for line in logs[0].splitlines() if line.startswith("loader ")]
+    assert found == ["open_buffers", "receive", "open_buffers", "receive", "verify", "close_buffers"]
 
 
 def endless(folder: str) -> None:

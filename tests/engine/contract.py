@@ -262,8 +262,9 @@ def check_stop_ids(engine: Engine, vocab_size: int) -> None:
         params = SamplingParams(max_new_tokens=20, temperature=0.0, **sampling)  # type: ignore[arg-type]
         return run(engine, [GenerateRequest(id=name, tokens=prompt(9, vocab_size), sampling=params)])[0][0]
 
-    free = greedy("free", ignore_eos=True).tokens
-    first = max(map(free.index, free))  # the token that comes latest for the first time
+    free, ended = (greedy("free", ignore_eos=ignored).tokens for ignored in (True, False))
+    assert free[: len(ended)] == ended
+    first = max(map(ended.index, ended))  # before an end of its own: the token that comes latest for the first time
     for ignore_eos in (True, False):
         stopped = greedy("stopped", ignore_eos=ignore_eos, stop_token_ids=(free[first],))
         assert stopped.tokens == free[: first + 1]

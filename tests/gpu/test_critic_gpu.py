@@ -113,9 +113,9 @@ def test_a_run_with_a_critic_learns_and_leaves_the_gpu(tmp_path: Path, dtype: st
     for _ in range(30):
         reshard_all(trainer.critic.module)
         before = [p.to_local().clone() for p in trainer.critic.module.parameters()]
-        trainer.state._offloader.offload()
+        trainer.rollouts.state._offloader.offload()
         assert all(p.to_local().untyped_storage().nbytes() == 0 for p in trainer.critic.module.parameters())
-        trainer.state.come_back()
+        trainer.rollouts.state.come_back()
         assert all(
             torch.equal(p.to_local(), b) for p, b in zip(trainer.critic.module.parameters(), before, strict=True)
         )

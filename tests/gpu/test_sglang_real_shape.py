@@ -145,14 +145,14 @@ def three_steps(
     """From `weights`, with a new optimizer. The engine generates; trained on are `groups`, if given."""
     put_back(trainer, weights)
     torch.cuda.empty_cache()
-    trainer.state._mode = mode
+    trainer.rollouts.state._mode = mode
     done, collect, pack = Steps(), trainer.collect, trainer.pack
 
     def collecting(*given: Any) -> list[SampleGroup]:
         watching.stage = "generate"
         done.own.append(torch.cuda.memory_reserved())
         done.used.append(torch.cuda.memory_allocated())
-        assert trainer.state.is_offloaded == (mode == "always")
+        assert trainer.rollouts.state.is_offloaded == (mode == "always")
         sampled = collect(*given)
         watching.stage = "sync"
         done.groups.append(copy.deepcopy(sampled if groups is None else groups[len(done.groups)]))

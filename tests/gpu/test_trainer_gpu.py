@@ -90,7 +90,6 @@ def test_float32_trainer_and_engine_agree(trainer_for) -> None:
 UNPACKED = {
     "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
 }
 
 

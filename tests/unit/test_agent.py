@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from typing import Any
 
 import chat_templates as templates
 import pytest
-from scripted import LengthScorer, ScriptedEngine, make_agent, make_prompt, play, sampler_for
+from scripted import LengthScorer, ScriptedEngine, make_agent, make_prompt, play, said_of, sampler_for
 
 from lightrl.config.load import ConfigError, load_config
 from lightrl.engine.base import EngineLostError
@@ -19,7 +18,7 @@ from lightrl.rollout.collect import Work, run_async, sample_seed
 from lightrl.rollout.environment import Step, Turn, results
 from lightrl.rollout.episode import Episode
 from lightrl.training.advantage import Advantages, set_advantages
-from lightrl.types import Prompt, Sample, Status
+from lightrl.types import Prompt, Status
 
 HI = "<|im_start|>user\nhi 0<|im_end|>\n<|im_start|>assistant\n"
 
@@ -110,17 +109,6 @@ class Crew:
         episode.final = selector
 
 
-def said_of(agent: Any, sample: Sample) -> str:
-    """The response with what was sampled between « and »."""
-    text = ""
-    for sampled, run in itertools.groupby(
-        zip(sample.mask, sample.response_tokens, strict=True), key=lambda pair: pair[0]
-    ):
-        written = agent.template.text([token for _, token in run], special=True)
-        text += f"«{written}»" if sampled else written
-    return text
-
-
 def test_turns_and_masks_by_hand() -> None:
     agent = make_agent(environment="test_agent:Echo")
     (group,) = play(agent, lambda said, seed: f"no {said.count('again')}")
@@ -175,6 +163,29 @@ def test_tools_are_called_until_there_is_no_call() -> None:
         "Error: no tool 'sub'; there are: add<|im_end|>\n<|im_start|>assistant\n«it is 5<|im_end|>»"
     )
     assert sample.reward == len("it is 5")  # graded by what it says at the end, not by what a tool printed
+    assert (sample.metadata["tool_calls"], sample.metadata["tool_failures"]) == (2, {"unknown": 1})
+    agent.close()
+
+
+class Adder:
+    """Plays the episode itself, with tools."""
+
+    gives_reward = True
+
+    async def run(self, episode: Episode) -> None:
+        talk = episode.start()
+        called = await talk.call_tools(await talk.generate())
+        talk.append(results(called))
+        talk.reward = float((await talk.generate()).text.split()[-1])
+
+
+def test_tools_are_called_by_an_environment_that_plays_itself() -> None:
+    agent = make_agent(templates.TOOLS, environment="test_agent:Adder", tools=["test_agent:add"], parser="hermes")
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    bad = '<tool_call>{"name": "sub"}</tool_call>'
+    (group,) = play(agent, lambda said, seed: "it is 5" if "tool\n5" in said else call + bad, group_size=1, tokens=500)
+    (sample,) = group.samples
+    assert sample.reward == 5.0
     assert (sample.metadata["tool_calls"], sample.metadata["tool_failures"]) == (2, {"unknown": 1})
     agent.close()
 

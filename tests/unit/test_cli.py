@@ -42,9 +42,9 @@ class FakeTrainer:
     made: list[FakeTrainer] = []  # noqa: RUF012 - emptied by the fixture
     error: Exception | None = None
 
-    def __init__(self, config: Config, *, claim: bool = False, only_evaluate: bool = False) -> None:
+    def __init__(self, config: Config, *, claim: bool = False, only_sample: bool = False) -> None:
         self.config = config
-        self.claim, self.only_evaluate = claim, only_evaluate
+        self.claim, self.only_sample = claim, only_sample
         self.steps_done = 0
         self.calls: list[str] = []
         self.console = types.SimpleNamespace(notice=lambda text: self.calls.append(f"notice {text}"))

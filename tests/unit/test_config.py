@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bad_config import problems
 
-from lightrl.config import Config, ConfigError, load_config
+from lightrl.config import Config, load_config
+from lightrl.config.engines import unused_by_engine
 from lightrl.config.fields import sections
 from lightrl.config.sampling_only import for_evaluation, for_generation
 from lightrl.config.schema import (
@@ -21,12 +23,6 @@ from lightrl.config.schema import (
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def problems(*args: Any, **kwargs: Any) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(*args, **kwargs)
-    return caught.value.problems
 
 
 SECTIONS = ", ".join(sections())
@@ -60,9 +56,9 @@ BAD_TOML = {
         "[algorithm]\n\ngroup_size = 4",
         ["run.toml:3: algorithm.group_size: unknown key; did you mean rollout.group_size?"],
     ),
-    "key of two other sections": (
+    "key of three other sections": (
         "[run]\nevery = 4",
-        ["run.toml:2: run.every: unknown key; did you mean checkpoint.every or eval.every?"],
+        ["run.toml:2: run.every: unknown key; did you mean checkpoint.every, eval.every or evaluator.every?"],
     ),
     "key like nothing": ("[run]\nqqq = 4", [f"run.toml:2: run.qqq: unknown key; [run] has {RUN_KEYS}"]),
     "unknown section": ("[optimizer]\nlr = 1", ["run.toml:1: optimizer: unknown section; did you mean optim?"]),
@@ -286,6 +282,54 @@ def test_what_would_fail_later() -> None:
     ]
 
 
+SERVERS = {"kind": "sglang_server", "urls": ["http://a:1"]}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"rollout": {"max_draws": 3}}, "rollout.max_draws: only used with a rollout.filter: set one, or drop it"),
+        ({"algorithm": {"kl_in": "reward"}}, "algorithm.kl_in: only used with algorithm.kl_coef > 0: set it, or drop"),
+        ({"algorithm": {"kl_estimator": "k1"}}, "algorithm.kl_estimator: only used with algorithm.kl_coef > 0: set"),
+        (
+            {"checkpoint": {"best_metric": "a/b"}},
+            "checkpoint.best_metric: only used with checkpoint.keep_best > 0",
+        ),
+        ({"log": {"wandb_name": "a"}}, "log.wandb_name: add 'wandb' to log.trackers"),
+        ({"evaluator": {"retries": 1}}, "evaluator.retries: only used with evaluator.url: set it, or drop this"),
+        (
+            {"engine": SERVERS, "sync": {"folder": "a"}},
+            "sync.folder: not used by sync.transport = 'nccl': drop it, or choose the other",
+        ),
+        (
+            {"engine": SERVERS, "sync": {"transport": "disk", "port": 1}},
+            "sync.port: not used by sync.transport = 'disk': drop it, or choose the other",
+        ),
+    ],
+)
+def test_keys_without_effect_are_refused(sections: dict[str, Any], said: str) -> None:
+    (found,) = problems(**sections)
+    assert found.startswith(said)
+
+
+def test_keys_of_another_engine_are_told() -> None:
+    """One file serves several kinds of engine. Those that would change what is computed are refused."""
+    tuned: dict[str, Any] = {"memory_fraction": 0.6, "hang_timeout": 9, "max_prefill_tokens": 99, "request_timeout": 5}
+    rest = {"sync": {"bucket_mib": 64, "timeout": 9.0}, "parallel": {"offload": "never"}}
+    mine = {
+        "transformers": "engine.memory_fraction, engine.hang_timeout, engine.request_timeout, sync.timeout, "
+        "sync.bucket_mib, parallel.offload",
+        "sglang": "engine.request_timeout, sync.timeout",
+        "sglang_server": "engine.max_prefill_tokens, engine.memory_fraction, engine.hang_timeout, parallel.offload",
+    }
+    for kind, told in mine.items():
+        urls = {"urls": ["http://a:1"]} if kind == "sglang_server" else {}
+        assert ", ".join(unused_by_engine(load_config(engine={"kind": kind} | urls | tuned, **rest))) == told
+    assert problems(engine={"tensor_parallel": 2}) == [
+        "engine.tensor_parallel: only SGLang splits an engine over ranks: set engine.kind = 'sglang'"
+    ]
+
+
 def test_a_problem_is_at_the_source_that_won() -> None:
     Path("a.toml").write_text('[optim]\nlr = -1\n\n[[eval.sets]]\nname = "a"\npath = "p"\ntop_p = 3\n')
     Path("b.toml").write_text("\n\n[optim]\nlr = -2\n[eval]\nsets = [{name = 'b', path = 'p', top_k = -1}]\n")
@@ -392,13 +436,14 @@ def test_commands_that_only_sample_need_nothing_of_updates(tmp_path: Path) -> No
         optim={"warmup_steps": 30},
         run={"steps": 10},
         correction={"routing_replay": "rollout", "use_tis": True},
-        eval={"sets": [{"name": "a", "path": "b"}], "url": "http://h/", "url_every": 5, "url_api_key_env": "KEY"},
+        eval={"sets": [{"name": "a", "path": "b"}]},
+        evaluator={"url": "http://h/", "every": 5, "api_key_env": "KEY"},
     )
     for config in (for_evaluation(whole), for_generation(whole)):
         assert config.validate() == []
         assert not config.algorithm.estimator.critic
         assert config.algorithm.kl_coef == 0
-        assert config.eval.url is None
+        assert config.evaluator.url is None
         assert config.rollout == whole.rollout
     assert for_evaluation(whole).eval.sets == whole.eval.sets
     assert for_generation(whole).correction == type(whole.correction)(routing_replay="rollout")

@@ -6,7 +6,6 @@ import dataclasses
 import random
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,6 +28,7 @@ from lightrl.config.schema import (
     EngineConfig,
     EvalConfig,
     EvalSetConfig,
+    EvaluatorConfig,
     LogConfig,
     LoraConfig,
     ModelConfig,
@@ -48,12 +48,6 @@ from lightrl.config.schema import (
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def problems(*args: Any, **kwargs: Any) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(*args, **kwargs)
-    return caught.value.problems
 
 
 FULL = Config(
@@ -278,12 +272,8 @@ FULL = Config(
             ),
             EvalSetConfig(name="b", path="q"),
         ],
-        url="https://node:1/a?b=c",
-        url_every=2,
-        url_timeout=1.5,
-        url_retries=0,
-        url_api_key_env="E",
     ),
+    evaluator=EvaluatorConfig(url="https://node:1/a?b=c", every=2, timeout=1.5, retries=0, api_key_env="E"),
     log=LogConfig(
         trackers=["wandb"],
         progress=False,
@@ -322,10 +312,11 @@ def test_dump_reloads() -> None:
                 # Each field differs from its default, so that a field lost on the way shows.
                 assert getattr(getattr(FULL, name), field.name) != getattr(cls(), field.name), key
     assert reload(FULL) == FULL
-    servers = dataclasses.replace(
-        FULL, engine=EngineConfig(kind="sglang_server", urls=["http://a:1", "http://[::1]:2"])
-    )
-    assert reload(servers) == servers
+    engine = EngineConfig(kind="sglang_server", urls=["http://a:1", "http://[::1]:2"])
+    for changes in ({"transport": "nccl", "folder": None}, {"address": None, "port": 0}):
+        sync = dataclasses.replace(FULL.sync, **changes)
+        servers = dataclasses.replace(FULL, engine=engine, sync=sync)
+        assert reload(servers) == servers
     endpoint = EndpointConfig(
         command=["a", "b c"], concurrency=3, foreign_sampling="ignore", host="0.0.0.0", port=9, address="n", key_env="K"
     )

@@ -230,6 +230,25 @@ def test_resumed_run_is_the_undisturbed_one_and_exports_load(tmp_path):
     later.close()
 
 
+def test_a_critic_is_not_lost_on_resume(tmp_path, monkeypatch):
+    """Nor begun anew; both are told before the model loads. To evaluate, it is left where it is."""
+    run = GAE | {"run": {"steps": 1}}
+    Trainer(tiny_run.make_run(tmp_path, **run)).train()
+    Trainer(tiny_run.make_run(tmp_path, run={"steps": 1, "dir": str(tmp_path / "grpo")})).train()
+    other = Trainer(tiny_run.make_run(tmp_path, run={"steps": 2}))
+    lost = r"step_000001 holds a critic, which this run would lose: go on with algorithm\.advantage = 'gae'; to go on w"
+    with pytest.raises(UserError, match=lost):
+        other.train()
+    other.load_checkpoint(tmp_path / "run" / "checkpoints" / "step_000001", weights_only=True)
+    assert other.steps_done == 1
+    other.close()
+    monkeypatch.setattr("lightrl.training.policy.Policy.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(UserError, match=lost):
+        Trainer(tiny_run.make_run(tmp_path, run={"steps": 2}), claim=True)
+    with pytest.raises(UserError, match=r"step_000001 holds no critic: it cannot be gone on from with one; export it"):
+        Trainer(tiny_run.make_run(tmp_path, **GAE | {"run": {"steps": 2, "dir": str(tmp_path / "grpo")}}), claim=True)
+
+
 def test_critic_leaves_the_gpu_with_the_policy(tmp_path):
     """Its parameters and moments go and come back, bit for bit, and the next step is that of a run where they stay."""
     outcomes = []

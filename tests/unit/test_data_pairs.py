@@ -149,6 +149,10 @@ def test_bad_rows_are_told_with_their_line(load, row, settings, message: str) ->
         load([good, row, row], **settings)
 
 
+def nothing(row: dict[str, Any]) -> None:
+    """A `data.map`."""
+
+
 def test_what_is_left_out_is_said(load) -> None:
     rows = [
         {"prompt": "a", "chosen": "b", "rejected": "b"},
@@ -167,6 +171,8 @@ def test_what_is_left_out_is_said(load) -> None:
         load(rows, max_tokens=20)
     with pytest.raises(DataError, match=r"in all 1 pairs both answers are the same"):
         load(rows[:1])
+    with pytest.raises(DataError, match=r"pairs\.jsonl: data\.map left out all 3 rows"):
+        load(rows, data={"map": "test_data_pairs:nothing"})
     with pytest.raises(DataError, match=r"none of the 1 pairs is within 128 tokens \(the model's context\)"):
         load([{"prompt": "a", "chosen": "b" * 120, "rejected": "c"}])
 

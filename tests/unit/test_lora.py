@@ -417,6 +417,15 @@ def test_refused_before_weights_are_read(tmp_path, world, monkeypatch):
     ):
         with pytest.raises(UserError, match=said):
             loaded(tmp_path / "model", world, target_modules=targets)
+    rank = r"lora\.rank: {} is low for none of the layers: the largest, model\.layers\.0\.{}, is {}, and its updates"
+    for targets, most, (layer, shape) in (
+        ("all-linear", 32, (r"mlp\.down_proj", "32 x 64")),
+        (["k_proj", "v_proj"], 16, (r"self_attn\.k_proj", "16 x 32")),
+    ):
+        with pytest.raises(UserError, match=rank.format(most + 1, layer, shape)):
+            loaded(tmp_path / "model", world, target_modules=targets, rank=most + 1)
+        with pytest.raises(pytest.fail.Exception, match="weights were read"):  # though k_proj and v_proj have less
+            loaded(tmp_path / "model", world, target_modules=targets, rank=most)
     monkeypatch.setattr(lora, "find_spec", lambda name: None)
     monkeypatch.setattr("lightrl.training.policy.Policy.load", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(UserError, match=r"lora\.rank: peft is not installed: pip install 'lightrl-torch\[lora\]'"):

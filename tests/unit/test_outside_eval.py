@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import tiny_run
+import tiny_sft
 
 from lightrl.config import load_config
 from lightrl.distributed.mesh import close_world
 from lightrl.errors import UserError
 from lightrl.training.outside_eval import Evaluator, EvaluatorError, make_evaluator, metrics_in
+from lightrl.training.sft import SFTTrainer
 from lightrl.training.trainer import Trainer
 
 KEY = "a-secret-key"
@@ -122,7 +124,7 @@ def test_names_of_metrics() -> None:
 
 
 def test_its_key_is_looked_for_before_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(eval={"url": "http://h:1/", "url_every": 1, "url_api_key_env": "EVALUATOR_KEY"})
+    config = load_config(evaluator={"url": "http://h:1/", "every": 1, "api_key_env": "EVALUATOR_KEY"})
     with pytest.raises(UserError, match="the environment has no EVALUATOR_KEY"):
         make_evaluator(config)
     monkeypatch.setenv("EVALUATOR_KEY", "two\nlines")
@@ -135,16 +137,16 @@ def test_its_key_is_looked_for_before_a_model_loads(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("section", "key", "message"),
     [
-        ({"url": "host:1", "url_every": 1}, "eval.url", "not of the form http://HOST:PORT/PATH"),
-        ({"url": "http://me:secret@host:1", "url_every": 1}, "eval.url", "'http://…@host:1'"),
-        ({"url": "http://host:1"}, "eval.url", "set eval.url_every"),
-        ({"url_every": 2}, "eval.url_every", "only used with eval.url"),
-        ({"url_api_key_env": "K"}, "eval.url_api_key_env", "only used with eval.url"),
+        ({"url": "host:1", "every": 1}, "evaluator.url", "not of the form http://HOST:PORT/PATH"),
+        ({"url": "http://me:secret@host:1", "every": 1}, "evaluator.url", "'http://…@host:1'"),
+        ({"url": "http://host:1"}, "evaluator.url", "set evaluator.every"),
+        ({"every": 2}, "evaluator.every", "only used with evaluator.url"),
+        ({"api_key_env": "K"}, "evaluator.api_key_env", "only used with evaluator.url"),
     ],
 )
 def test_settings_that_do_not_fit(section: dict, key: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        load_config(eval=section)
+        load_config(evaluator=section)
     assert str(caught.value).startswith(f"{key}: ")
     assert message in str(caught.value)
     assert "secret" not in str(caught.value)
@@ -156,18 +158,18 @@ def test_a_run_goes_on_whatever_becomes_of_it(
     """Step 2 fails for good, step 4 has metrics; each is logged beside its step, with the checkpoint in place."""
     monkeypatch.setenv("EVALUATOR_KEY", KEY)
     service.answers = [(404, b""), (200, b'{"held_out": {"acc": 0.75}}')]
-    section = {"url": service.url, "url_every": 2, "url_api_key_env": "EVALUATOR_KEY"}
-    trainer = Trainer(tiny_run.make_run(tmp_path, run={"steps": 4}, eval=section), reward=tiny_run.count_letter)
+    section = {"url": service.url, "every": 2, "api_key_env": "EVALUATOR_KEY"}
+    trainer = Trainer(tiny_run.make_run(tmp_path, run={"steps": 4}, evaluator=section), reward=tiny_run.count_letter)
     trainer.train()
     trainer.close()
     close_world()
     folder = tmp_path / "run" / "hf" / "step_000004"
     assert [(q["step"], q["run"], q["checkpoint"]) for q in service.asked][1] == (4, "run", str(folder))
     assert all({"config.json", "model.safetensors", "tokenizer.json"} <= found for found in service.found)
-    assert tiny_run.metrics_of(tmp_path, "eval/held_out/acc", "eval/url_failures") == [(4, 0.75, 1)]
-    assert (2, 1) in tiny_run.metrics_of(tmp_path, "eval/url_failures")
+    assert tiny_run.metrics_of(tmp_path, "eval/held_out/acc", "evaluator/failures") == [(4, 0.75, 1)]
+    assert (2, 1) in tiny_run.metrics_of(tmp_path, "evaluator/failures")
     said = "".join(capfd.readouterr())
-    assert "eval.url: no metrics of step 2: HTTP status 404; the run goes on" in said
+    assert "evaluator.url: no metrics of step 2: HTTP status 404; the run goes on" in said
     written = b"".join(path.read_bytes() for path in (tmp_path / "run").glob("*") if path.is_file())
     assert KEY not in said
     assert KEY.encode() not in written
@@ -177,17 +179,27 @@ def test_of_checkpoints_that_wait_the_newest_is_taken(service: Service, tmp_path
     """The first answer comes only when the run has nothing left but to wait for it."""
     trained = threading.Event()
     service.answers = [("wait", trained), (200, b'{"acc": 1}')]
-    section = {"url": service.url, "url_every": 1, "url_retries": 0}
-    trainer = Trainer(tiny_run.make_run(tmp_path, run={"steps": 4}, eval=section), reward=tiny_run.count_letter)
-    finish = trainer.outside.finish
+    section = {"url": service.url, "every": 1, "retries": 0}
+    trainer = Trainer(tiny_run.make_run(tmp_path, run={"steps": 4}, evaluator=section), reward=tiny_run.count_letter)
+    finish = trainer.loop.outside.finish
 
     def finished(trackers) -> None:
         trained.set()
         finish(trackers)
 
-    trainer.outside.finish = finished
+    trainer.loop.outside.finish = finished
     trainer.train()
     trainer.close()
     close_world()
     assert [q["step"] for q in service.asked] == [1, 4]
-    assert tiny_run.metrics_of(tmp_path, "eval/acc", "eval/url_failures", "eval/url_skipped") == [(4, 1.0, 1, 2)]
+    assert tiny_run.metrics_of(tmp_path, "eval/acc", "evaluator/failures", "evaluator/skipped") == [(4, 1.0, 1, 2)]
+
+
+def test_other_kinds_of_training_ask_it_too(service: Service, tmp_path: Path) -> None:
+    section = {"url": service.url, "every": 2}
+    trainer = SFTTrainer(tiny_sft.make_run(tmp_path, run={"steps": 3}, evaluator=section))
+    trainer.train()
+    trainer.close()
+    close_world()
+    assert [q["step"] for q in service.asked] == [2, 3]
+    assert tiny_run.metrics_of(tmp_path, "eval/acc") == [(2, 0.5), (3, 0.5)]

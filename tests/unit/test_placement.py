@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fake_engine import FakeEngine, answer
 
 from lightrl.config.load import load_config
-from lightrl.config.preferences import command_problems
+from lightrl.config.preferences import of_command
 from lightrl.config.schema import Config, ParallelConfig
 from lightrl.distributed.mesh import find_part
 from lightrl.engine.base import Completion, EngineLostError, GenerateRequest, SamplingParams
@@ -76,13 +76,13 @@ def test_engines_on_their_own_ranks_may_work_beside_training() -> None:
 def test_commands_that_generate_nothing(command: str) -> None:
     config = Config(parallel=ParallelConfig(rollout_ranks=1))
     assert ("parallel.rollout_ranks", f"lightrl {command} generates nothing") in [
-        (key, text.partition(":")[0]) for key, text in command_problems(config, command)
+        (key, text.partition(":")[0]) for key, text in of_command(config, command)
     ]
 
 
 def test_parts_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(UserError, match=r"parallel\.rollout_ranks: 1 .* single process.*--nproc-per-node 2"):
+    with pytest.raises(UserError, match=r"parallel\.rollout_ranks: 1, .* single process.*--nproc-per-node 2"):
         find_part(1)
     monkeypatch.setenv("WORLD_SIZE", "5")
     found = []

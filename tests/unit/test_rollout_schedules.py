@@ -149,23 +149,22 @@ def test_async_trains_on_nothing_older_than_its_bound_and_on_every_prompt_once(t
         assert len(sample.rollout_logprobs) == sample.response_length <= 40
         assert sample.status in (Status.COMPLETED, Status.TRUNCATED)
         assert (sample.status is Status.TRUNCATED) == (2 not in sample.tokens[sample.prompt_length :])
-    assert not trainer.carried._carry.works, "a run's last step leaves nothing under way"
+    assert not trainer.rollouts._carry.works, "a run's last step leaves nothing under way"
 
 
 def test_a_run_ended_with_prompts_in_flight_and_resumed_loses_and_doubles_none(trainer_for):
     more = {"rollout": FILTER | {"schedule": "async", "max_staleness": 2}, "correction": TIS}
     first = trainer_for(every_third_is_even, run={"steps": 9}, **more)
-    before, after_step = trained(first), first.after_step
+    before = trained(first)
 
-    def die(*given, **named):
-        after_step(*given, **named)
+    def die(*_):  # the last thing of a step
         if first.steps_done == 2:
             raise KeyboardInterrupt
 
-    first.after_step = die
+    first.loop.outside.log = die
     with pytest.raises(KeyboardInterrupt):
         first.train()
-    assert first.carried._carry.works, "groups of steps to come are under way"
+    assert first.rollouts._carry.works, "groups of steps to come are under way"
     first.close()
     second = trainer_for(every_third_is_even, run={"steps": 5}, **more)
     after = trained(second)
@@ -382,15 +381,6 @@ def test_a_background_thread_that_ended_is_told_and_an_interrupt_cancels_its_wor
         (
             {"rollout": {"schedule": "async"}, "engine": {"kind": "sglang"}, "correction": TIS},
             ["rollout.schedule", "engine.kind = 'sglang'"],
-        ),
-        (
-            {
-                "rollout": {"schedule": "async"},
-                "agent": {"environment": "a.b:C"},
-                "correction": TIS,
-                "data": {"path": "nothing", "apply_chat_template": True},
-            },
-            ["rollout.schedule", "agent.environment"],
         ),
         ({"rollout": {"max_staleness": 2}}, ["rollout.max_staleness", "rollout.schedule = 'async'"]),
         (

@@ -175,7 +175,7 @@ def test_an_engine_that_died_while_it_idled_finds_room_when_it_is_restarted(trai
     engine.__class__ = Idling
     restart = engine.restart
     monkeypatch.setattr(engine, "restart", lambda: events.append("start") or restart(), raising=False)
-    monkeypatch.setattr(trainer.state, "make_room", lambda nbytes: events.append("room"))
+    monkeypatch.setattr(trainer.rollouts.state, "make_room", lambda nbytes: events.append("room"))
     engine.lost = True
     trainer.step(trainer.source.next(3))
     assert events == ["room", "start"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import subprocess
@@ -22,6 +23,7 @@ from lightrl.distributed.mesh import close_world
 from lightrl.errors import UserError
 from lightrl.observe.report import write_report
 from lightrl.training.export_cli import export_run
+from lightrl.training.hooks import StepInfo
 from lightrl.training.sft import SFTTrainer
 from lightrl.training.trainer import Trainer
 from lightrl.wrappers import clean_name
@@ -242,8 +244,37 @@ def test_its_report_shows_the_loss(trainer_for, tmp_path) -> None:
 def test_sections_of_rl_are_told(trainer_for, capsys) -> None:
     """One file may serve both."""
     of_rl: dict[str, Any] = {"rollout": {"group_size": 4}, "reward": {"type": "math"}, "dump": {"rollouts": True}}
-    trainer_for(**of_rl, log={"profile_steps": [1, 1]}, run={"steps": 1}).train()
-    assert "note  not used by lightrl sft: [reward], [rollout], [dump], log.profile_steps" in capsys.readouterr().out
+    keys: dict[str, Any] = {"log": {"timeline_steps": [1, 1]}, "parallel": {"offload": "never"}}
+    trainer_for(**of_rl, **keys, run={"steps": 1}).train()
+    said = " ".join(capsys.readouterr().out.split())
+    unused = "[reward], [rollout], [dump], parallel.offload, log.timeline_steps"
+    assert f"note not used by lightrl sft: {unused} " in said
+
+
+def noted(info: StepInfo) -> dict[str, float]:
+    """An `on_step` hook."""
+    assert not info.groups
+    return {"mine/loss": info.metrics["loss/total"], "mine/step": info.step}
+
+
+def test_hooks_and_the_profiler_look_at_its_steps(trainer_for, tmp_path) -> None:
+    trainer = trainer_for(run={"on_step": "test_sft:noted", "steps": 3}, log={"profile_steps": [2, 9]})
+    trainer.train()
+    found = tiny_run.metrics_of(tmp_path, "mine/loss", "loss/total", "mine/step")
+    assert [(step, mine == loss, told) for step, mine, loss, told in found] == [(n, True, n) for n in (1, 2, 3)]
+    trainer.close()  # the window is not over
+    (file,) = (tmp_path / "run" / "profile").iterdir()
+    assert file.name == "steps_000002-end.rank0.json.gz"
+    assert "aten::mm" in {event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+    given = SFTTrainer(tiny_sft.make_run(tmp_path, run={"steps": 4}), on_step=lambda info: {"mine/given": 7.0})
+    assert given.train()["mine/given"] == 7.0
+    given.close()
+    with pytest.raises(UserError, match=r"run\.on_step: .*async def"):
+        trainer_for(run={"on_step": "test_sft:awaited"})
+
+
+async def awaited(info: StepInfo) -> None:
+    """Which nobody would await."""
 
 
 def test_an_update_larger_than_the_data_is_told(trainer_for, tmp_path, capsys) -> None:

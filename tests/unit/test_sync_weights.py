@@ -73,14 +73,14 @@ def run(folder: Path, mode: str | None) -> tuple[list[str], list[Tensor]]:
     trainer = Trainer(tiny_run.make_run(folder, algorithm={"kl_coef": 0.01}))
     try:
         engine = Elsewhere(trainer.engine, trainer.policy.module)
-        trainer.engine = engine
+        trainer.rollouts.engine = engine
         if mode is not None:
             assert trainer.reference is not None
             modules = nn.ModuleList([trainer.policy.module, trainer.reference.module])
-            trainer.state = TrainingState(Offloader(modules, trainer.optimizer, on_cpu=True), mode)  # type: ignore[arg-type]
+            trainer.rollouts.state = TrainingState(Offloader(modules, trainer.optimizer, on_cpu=True), mode)  # type: ignore[arg-type]
         for _ in range(3):
             trainer.step(trainer.source.next(trainer.config.rollout.prompts_per_step))
-        assert not trainer.state.is_offloaded
+        assert not trainer.rollouts.state.is_offloaded
         return engine.events, [p.to_local().detach().clone() for p in trainer.policy.parameters()]
     finally:
         trainer.close()
@@ -117,15 +117,17 @@ def test_export_after_a_rollout_that_was_interrupted(tmp_path: Path) -> None:
     """The engine has the GPU then, and the training state is away."""
     trainer = Trainer(tiny_run.make_run(tmp_path))
     try:
-        trainer.engine = Elsewhere(trainer.engine, trainer.policy.module)
-        trainer.state = TrainingState(Offloader(trainer.policy.module, trainer.optimizer, on_cpu=True), "always")
+        trainer.rollouts.engine = Elsewhere(trainer.engine, trainer.policy.module)
+        trainer.rollouts.state = TrainingState(
+            Offloader(trainer.policy.module, trainer.optimizer, on_cpu=True), "always"
+        )
         before = [p.to_local().detach().clone() for p in trainer.policy.parameters()]
         trainer.collect = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             trainer.step(trainer.source.next(3))
-        assert trainer.state.is_offloaded
+        assert trainer.rollouts.state.is_offloaded
         trainer.export(tmp_path / "exported")
-        assert not trainer.state.is_offloaded
+        assert not trainer.rollouts.state.is_offloaded
         assert all(torch.equal(a, b.to_local()) for a, b in zip(before, trainer.policy.parameters(), strict=True))
     finally:
         trainer.close()

@@ -328,7 +328,7 @@ def test_evaluation_does_without(tmp_path: Path):
     """`lightrl eval` loads no teacher, and asks no server."""
     sets = {"eval": {"sets": [{"name": "a", "path": str(tmp_path / "data.jsonl"), "reward": "tiny_run:count_letter"}]}}
     for where in ({}, {"path": None, "url": "http://127.0.0.1:9", "api_key_env": "NO_KEY"}):
-        trainer = Trainer(make_run(tmp_path, where, **ALONE, **sets), only_evaluate=True)
+        trainer = Trainer(make_run(tmp_path, where, **ALONE, **sets), only_sample=True)
         assert trainer.teacher is None
         assert "eval/a/avg@1" in trainer.evaluate()
         trainer.close()
@@ -353,14 +353,14 @@ def test_it_leaves_the_gpu_with_the_policy(tmp_path: Path):
         assert trainer.teacher is not None
         if offload:
             modules = torch.nn.ModuleList([trainer.policy.module, *trainer.teacher.modules])
-            trainer.state = TrainingState(Offloader(modules, trainer.optimizer, on_cpu=True), "always")
+            trainer.rollouts.state = TrainingState(Offloader(modules, trainer.optimizer, on_cpu=True), "always")
         for _ in range(2):
             prompts = trainer.source.next(4)
             if offload:
                 size = trainer.teacher.modules[0].model.model.norm.weight.to_local().untyped_storage()
-                trainer.state.make_room(1)
+                trainer.rollouts.state.make_room(1)
                 assert size.nbytes() == 0
-                trainer.state.come_back()
+                trainer.rollouts.state.come_back()
             trainer.step(prompts)
         made.append(whole(trainer.policy.module))
         trainer.close()

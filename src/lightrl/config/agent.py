@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic.dataclasses import dataclass
 
 from lightrl.config.endpoint import OUTSIDE
-from lightrl.config.kinds import STRICT, Code, PositiveInt, Seconds
+from lightrl.config.kinds import STRICT, Code, Faults, PositiveInt, Seconds
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
@@ -88,7 +88,7 @@ class SandboxConfig:
     """Runs at once, a rank."""
 
 
-def of_agents(config: Config) -> list[tuple[str, str]]:
+def of_agents(config: Config) -> Faults:
     """Rules: (key, what is wrong and what to do)."""
     agent, problems = config.agent, []
     if not agent.enabled:
@@ -106,10 +106,7 @@ def of_agents(config: Config) -> list[tuple[str, str]]:
             problems.append((f"agent.tools.{i}", f"no tool {name!r}: {hint}"))
     if len(set(agent.tools)) < len(agent.tools):
         problems.append(("agent.tools", "a tool is listed twice"))
-    if agent.parser not in PARSERS and not agent.parser.startswith(SGLANG):
-        near = difflib.get_close_matches(agent.parser, PARSERS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(map(repr, PARSERS))} or 'sglang:NAME'"
-        problems.append(("agent.parser", f"no parser {agent.parser!r}: {hint}"))
+    problems += of_parsers(agent)
     problems += _of_search(agent) + _of_lengths(config)
     if config.correction.score_centering_top_k:
         text = "wants the likeliest tokens at each place, and results of tools have none: remove it"
@@ -124,7 +121,25 @@ def of_agents(config: Config) -> list[tuple[str, str]]:
     return problems
 
 
-def _of_search(agent: AgentConfig) -> list[tuple[str, str]]:
+def of_serving(config: Config) -> Faults:
+    """Rules of `lightrl serve`, which takes what `[agent]` says of turns, and `[endpoint]`: agents are its clients."""
+    problems = of_parsers(config.agent)
+    if config.engine.tensor_parallel > 1:
+        text = f"{config.engine.tensor_parallel}: lightrl serve runs in one process: set it to 1, or start SGLang with "
+        problems.append(("engine.tensor_parallel", f"{text}--tp-size and name it in engine.urls"))
+    return problems
+
+
+def of_parsers(agent: AgentConfig) -> Faults:
+    """Names that are none."""
+    if agent.parser in PARSERS or agent.parser.startswith(SGLANG):
+        return []
+    near = difflib.get_close_matches(agent.parser, PARSERS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(map(repr, PARSERS))} or 'sglang:NAME'"
+    return [("agent.parser", f"no parser {agent.parser!r}: {hint}")]
+
+
+def _of_search(agent: AgentConfig) -> Faults:
     given = [key for key in ("search_corpus", "search_url") if getattr(agent, key) is not None]
     if "search" not in agent.tools:
         return [
@@ -140,7 +155,7 @@ def _of_search(agent: AgentConfig) -> list[tuple[str, str]]:
     return []
 
 
-def _of_lengths(config: Config) -> list[tuple[str, str]]:
+def _of_lengths(config: Config) -> Faults:
     agent, limit = config.agent, config.rollout.max_response_tokens
     problems = []
     if agent.max_turn_tokens is not None and agent.max_turn_tokens > limit:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightrl.config.kinds import STRICT, Code, PositiveInt
+from lightrl.config.kinds import STRICT, Code, Faults, PositiveInt
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
@@ -34,7 +34,7 @@ class EndpointConfig:
     """Agents under way at once, a rank; default: those of all episodes."""
     foreign_sampling: Literal["refuse", "ignore"] = "refuse"
     """What becomes of a request with another `temperature` or `top_p` than the run's, under which all is trained.
-    Evaluations always ignore them."""
+    Evaluations always ignore them; `lightrl serve` samples as it is asked, unless they are to be ignored."""
     host: str = "127.0.0.1"
     """Address to listen on. Others than this machine's programs reach it only where that is set to another."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
@@ -48,7 +48,7 @@ class EndpointConfig:
     """Longest request, MiB."""
 
 
-def of_endpoints(config: Config) -> list[tuple[str, str]]:
+def of_endpoints(config: Config) -> Faults:
     """Rules: (key, what is wrong and what to do)."""
     endpoint, agent = config.endpoint, config.agent
     if agent.environment != OUTSIDE:

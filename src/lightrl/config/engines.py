@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from lightrl.config.kinds import STRICT, Count, PositiveFloat, PositiveInt, Seconds
+
+if TYPE_CHECKING:
+    from lightrl.config.schema import Config
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -65,3 +68,33 @@ class SyncConfig:
     parts; for servers it grows to the largest."""
     verify_every: Count = 0
     """Syncs between bit-by-bit comparisons of the engine's weights with the trainer's; 0: only after the first."""
+
+
+_SGLANG, _SERVERS = ("sglang",), ("sglang_server",)
+_USED_BY = {
+    "engine.max_prefill_tokens": ("transformers", "sglang"),
+    **dict.fromkeys(("engine.memory_fraction", "engine.hang_timeout", "engine.max_restarts"), _SGLANG),
+    **dict.fromkeys(("engine.api_key_env", "engine.request_timeout"), _SERVERS),
+    **dict.fromkeys(("sync.transport", "sync.folder", "sync.address", "sync.port", "sync.timeout"), _SERVERS),
+    **dict.fromkeys(("sync.bucket_mib", "sync.verify_every"), ("sglang", "sglang_server")),
+    **dict.fromkeys(("parallel.offload", "parallel.offload_host_gib"), _SGLANG),
+}
+
+
+def unused_by_engine(config: Config) -> list[str]:
+    """Keys that are set, and that `engine.kind` makes nothing of.
+
+    They are told, not refused: each only tunes another kind of engine, and one file serves several kinds, with
+    `--engine.kind` on the command line. Refused (`rules.of_engines`) is what would change what is computed, or where.
+    """
+    default = type(config)()
+    return [
+        name
+        for name, kinds in _USED_BY.items()
+        if config.engine.kind not in kinds and _value(config, name) != _value(default, name)
+    ]
+
+
+def _value(config: Config, name: str) -> Any:
+    section, key = name.split(".")
+    return getattr(getattr(config, section), key)

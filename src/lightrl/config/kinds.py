@@ -17,3 +17,5 @@ Seconds = Annotated[float, Field(gt=0, le=10**7)]
 CODE = "names code"
 Code = Annotated[str, CODE]
 """A rule, or `package.module:function`: the command line looks for it before anything starts."""
+Faults = list[tuple[str, str]]
+"""What functions `of_…` find: (key, what is wrong and what to do) for each rule that does not hold."""

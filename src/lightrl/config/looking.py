@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic.dataclasses import dataclass
 
-from lightrl.config.kinds import STRICT
+from lightrl.config.kinds import STRICT, Faults
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
@@ -33,10 +32,9 @@ class DebugConfig:
 
 
 _HOOKS = ("run.on_step", "data.map", "rollout.generate")
-_URL = r"https?://(\[[\da-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?(/[^\s@]*)?"
 
 
-def looking_problems(config: Config) -> list[tuple[str, str]]:
+def of_looking(config: Config) -> Faults:
     """(key, what is wrong and what to do)."""
     problems = []
     for key in _HOOKS:
@@ -52,21 +50,6 @@ def looking_problems(config: Config) -> list[tuple[str, str]]:
     if config.debug.rollouts is not None and _within(config.debug.rollouts, config.run.dir):
         text = "holds the rollouts of debug.rollouts: name another folder for this run"
         problems.append(("run.dir", f"{config.run.dir} {text}"))
-    return problems + _of_evaluators(config)
-
-
-def _of_evaluators(config: Config) -> list[tuple[str, str]]:
-    spec = config.eval
-    if spec.url is None:
-        unused = [name for name in ("url_every", "url_api_key_env") if getattr(spec, name)]
-        return [(f"eval.{name}", "only used with eval.url: set it, or drop this") for name in unused]
-    problems = []
-    if re.fullmatch(_URL, spec.url) is None:
-        shown = re.sub(r"//.*@", "//…@", spec.url)
-        text = f"{shown!r} is not of the form http://HOST:PORT/PATH (keys: eval.url_api_key_env)"
-        problems.append(("eval.url", text))
-    if spec.url_every == 0:
-        problems.append(("eval.url", "it is never asked: set eval.url_every"))
     return problems
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightrl.config.kinds import STRICT, Count, PositiveFloat
+from lightrl.config.kinds import STRICT, Count, Faults, PositiveFloat
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
@@ -19,7 +19,7 @@ class LoraConfig:
     """Low-rank adapters of the policy, trained in place of its weights, by peft (docs/models.md#lora)."""
 
     rank: Count = 0
-    """Rank of the adapters; 0 trains all weights."""
+    """Rank of the adapters, at most that of the largest layer; 0 trains all weights."""
     alpha: PositiveFloat = 32.0
     """Adapters are scaled by alpha / rank."""
     use_rslora: bool = False
@@ -49,7 +49,7 @@ class LoraConfig:
 _HEADS = ("lm_head", "embed_tokens")
 
 
-def lora_problems(config: Config) -> list[tuple[str, str]]:
+def of_lora(config: Config) -> Faults:
     """(key, what is wrong and what to do)."""
     lora, engine = config.lora, config.engine.kind
     if lora.rank == 0:

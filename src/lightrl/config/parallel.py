@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic.dataclasses import dataclass
 
-from lightrl.config.kinds import STRICT, Count, PositiveFloat, PositiveInt, Seconds
+from lightrl.config.kinds import STRICT, Count, Faults, PositiveFloat, PositiveInt, Seconds
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
@@ -40,7 +40,7 @@ class ParallelConfig:
     """Seconds a collective may wait before the run is ended with an error."""
 
 
-def of_placement(config: Config) -> list[tuple[str, str]]:
+def of_placement(config: Config) -> Faults:
     """(key, what is wrong and what to do), as far as it can be said without the number of ranks."""
     ranks, engine, key = config.parallel.rollout_ranks, config.engine, "parallel.rollout_ranks"
     if not ranks:
@@ -57,7 +57,7 @@ def of_placement(config: Config) -> list[tuple[str, str]]:
     return problems
 
 
-def without_rollout_ranks(config: Config, command: str) -> list[tuple[str, str]]:
+def without_rollout_ranks(config: Config, command: str) -> Faults:
     """The same for a command that generates nothing."""
     if not config.parallel.rollout_ranks:
         return []

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightrl.config.kinds import STRICT, NonNegative, PositiveFloat, PositiveInt
+from lightrl.config.kinds import STRICT, Faults, NonNegative, PositiveFloat, PositiveInt
 from lightrl.config.parallel import without_rollout_ranks
-from lightrl.config.sft import given_rows_problems, sft_problems
+from lightrl.config.sft import of_given_rows, of_sft
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
-
-Problems = list[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -84,14 +82,14 @@ class RMConfig(PairsConfig):
     """Weight of the squared sum of a pair's two rewards, which holds them around 0 (0.01 in the paper)."""
 
 
-def command_problems(config: Config, command: str) -> Problems:
+def of_command(config: Config, command: str) -> Faults:
     """(key, what is wrong and what to do) for `lightrl COMMAND` alone: the other commands leave its section be."""
-    found = {"sft": sft_problems, "dpo": _dpo_problems, "rm": _rm_problems}.get(command)
+    found = {"sft": of_sft, "dpo": _of_dpo, "rm": _of_rm}.get(command)
     return [] if found is None else found(config) + without_rollout_ranks(config, command)
 
 
-def _dpo_problems(config: Config) -> Problems:
-    dpo, problems = config.dpo, _pairs_problems(config, "dpo")
+def _of_dpo(config: Config) -> Faults:
+    dpo, problems = config.dpo, _of_pairs(config, "dpo")
     if dpo.label_smoothing and dpo.loss == "ipo":
         problems.append(("dpo.label_smoothing", "not used by dpo.loss = 'ipo': drop it, or choose 'sigmoid'"))
     if dpo.simpo_margin is not None and dpo.loss != "simpo":
@@ -103,15 +101,15 @@ def _dpo_problems(config: Config) -> Problems:
     return problems
 
 
-def _rm_problems(config: Config) -> Problems:
-    problems = _pairs_problems(config, "rm")
+def _of_rm(config: Config) -> Faults:
+    problems = _of_pairs(config, "rm")
     if config.lora.rank:
         problems.append(("lora.rank", "lightrl rm trains all weights: set it to 0"))
     return problems
 
 
-def _pairs_problems(config: Config, command: str) -> Problems:
-    problems = given_rows_problems(config, command, "accuracies")
+def _of_pairs(config: Config, command: str) -> Faults:
+    problems = of_given_rows(config, command, "accuracies")
     data, section = config.data, getattr(config, command)
     keys = {"input_key": "prompt_key", "label_key": "chosen_key"}
     for key, ours in keys.items():

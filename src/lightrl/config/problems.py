@@ -108,4 +108,5 @@ def _near_homes(name: str) -> list[Path]:
 
 
 def _either(paths: list[Path], origin: Origin) -> str:
-    return " or ".join(origin.name(path) for path in paths)
+    *first, last = (origin.name(path) for path in paths)
+    return f"{', '.join(first)} or {last}" if first else last

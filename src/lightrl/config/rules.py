@@ -1,4 +1,9 @@
-"""Rules between sections, by topic: (key, what is wrong and what to do) for each that does not hold."""
+"""Rules between sections, by topic.
+
+A key that has no effect is a fault, so that nobody counts on it. Those are not that only tune another `engine.kind`
+(`engines.unused_by_engine`), or another command (`lightrl sft` and the like): one file serves several, and the run says
+which are not used.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,12 @@ import re
 from typing import TYPE_CHECKING
 
 from lightrl.config.estimators import ESTIMATORS, OPTIONS
+from lightrl.config.kinds import Faults
 from lightrl.config.losses import LOSSES
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
 
-Problems = list[tuple[str, str]]
 
 LOWEST_TEMPERATURE = 0.01
 """Below, float32 log-probs of what was sampled are no longer told from rounding; greedy (0) is for evaluation."""
@@ -22,7 +27,7 @@ LOWEST_TEMPERATURE = 0.01
 _FP8_EXPERTS = ("auto", "triton", "deep_gemm", "cutlass")
 
 
-def of_sampling(config: Config) -> Problems:
+def of_sampling(config: Config) -> Faults:
     problems = []
     if "" in config.rollout.stop:
         problems.append(("rollout.stop", "an empty string is in every response; remove it"))
@@ -33,12 +38,15 @@ def of_sampling(config: Config) -> Problems:
     return problems
 
 
-def of_filters(config: Config) -> Problems:
+def of_filters(config: Config) -> Faults:
     rollout = config.rollout
     if rollout.filter == "none":
-        if rollout.oversample_prompts is not None:
-            return [("rollout.oversample_prompts", "only used with a rollout.filter: set one, or drop it")]
-        return []
+        unused = {"oversample_prompts": None, "max_draws": type(rollout)().max_draws}
+        return [
+            (f"rollout.{key}", "only used with a rollout.filter: set one, or drop it")
+            for key, default in unused.items()
+            if getattr(rollout, key) != default
+        ]
     problems = []
     if rollout.filter != "nonzero_std" and ":" not in rollout.filter:
         text = f"no filter {rollout.filter!r}: choose 'none', 'nonzero_std' or 'package.module:function'"
@@ -51,7 +59,7 @@ def of_filters(config: Config) -> Problems:
     return problems
 
 
-def of_advantages(config: Config) -> Problems:
+def of_advantages(config: Config) -> Faults:
     algorithm, problems = config.algorithm, []
     name, chosen = algorithm.advantage, algorithm.estimator
     if ":" not in name and name not in ESTIMATORS:
@@ -73,7 +81,7 @@ def of_advantages(config: Config) -> Problems:
     return problems
 
 
-def of_critics(config: Config) -> Problems:
+def of_critics(config: Config) -> Faults:
     """Keys of a critic that the estimator does not have."""
     if config.algorithm.estimator.critic:
         return []
@@ -86,7 +94,7 @@ def of_critics(config: Config) -> Problems:
     ]
 
 
-def of_schedules(config: Config) -> Problems:
+def of_schedules(config: Config) -> Faults:
     problems = []
     updates = config.run.steps * config.algorithm.minibatches_per_step
     for name, optim in (("optim", config.optim), ("critic_optim", config.critic_optim)):
@@ -110,21 +118,7 @@ def of_schedules(config: Config) -> Problems:
     return problems
 
 
-def of_sets(config: Config) -> Problems:
-    """Names of sets are in metrics and, with other characters replaced, in files."""
-    names = [s.name for s in config.eval.sets]
-    problems = [("eval.sets", f"two sets are named {n!r}") for n in sorted({n for n in names if names.count(n) > 1})]
-    if any(not 0 < len(n.strip()) <= 80 for n in names):
-        problems.append(("eval.sets", "a set's name has 1 to 80 characters"))
-    files: dict[str, str] = {}
-    for name in dict.fromkeys(names):
-        other = files.setdefault(re.sub(r"[^\w.-]+", "-", name), name)
-        if other != name:
-            problems.append(("eval.sets", f"{other!r} and {name!r} would write the same files; rename one"))
-    return problems
-
-
-def of_engines(config: Config) -> Problems:
+def of_engines(config: Config) -> Faults:
     if config.engine.kind == "sglang_server":
         return _of_servers(config)
     if config.engine.urls:
@@ -140,7 +134,7 @@ def of_engines(config: Config) -> Problems:
     return []
 
 
-def _of_sglang(config: Config) -> Problems:
+def _of_sglang(config: Config) -> Faults:
     engine, problems = config.engine, []
     if config.run.device == "cpu" and engine.tensor_parallel > 1:
         problems.append(("engine.tensor_parallel", "engines on a CPU are not split: set it to 1"))
@@ -160,14 +154,14 @@ def _of_sglang(config: Config) -> Problems:
 _URL = r"https?://(\[[\da-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?(/[\w./-]*)?"
 
 
-def _of_url(key: str, url: str) -> Problems:
+def _of_url(key: str, url: str) -> Faults:
     if re.fullmatch(_URL, url) is not None:
         return []
     shown = re.sub(r"//.*@", "//…@", url)
     return [(key, f"{shown!r} is not of the form http://HOST:PORT (keys: api_key_env)")]
 
 
-def _of_servers(config: Config) -> Problems:
+def _of_servers(config: Config) -> Faults:
     engine, problems = config.engine, []
     if engine.quantization != "none":
         problems.append(("engine.quantization", "servers get weights as the policy has them: set it to 'none'"))
@@ -177,6 +171,11 @@ def _of_servers(config: Config) -> Problems:
         problems.append(("engine.urls", "a server is listed twice"))
     for url in engine.urls:
         problems += _of_url("engine.urls", url)
+    other = {"nccl": ("folder",), "disk": ("address", "port")}[config.sync.transport]
+    for key in other:
+        if getattr(config.sync, key) != getattr(type(config.sync)(), key):
+            text = f"not used by sync.transport = {config.sync.transport!r}: drop it, or choose the other"
+            problems.append((f"sync.{key}", text))
     if engine.tensor_parallel > 1:
         problems.append(("engine.tensor_parallel", "servers are split by their own --tp-size: remove it"))
     if engine.args:
@@ -184,7 +183,7 @@ def _of_servers(config: Config) -> Problems:
     return problems
 
 
-def of_losses(config: Config) -> Problems:
+def of_losses(config: Config) -> Faults:
     algorithm, name = config.algorithm, config.algorithm.loss
     if name not in LOSSES and ":" not in name:
         near = difflib.get_close_matches(name, LOSSES, n=1)
@@ -196,13 +195,16 @@ def of_losses(config: Config) -> Problems:
             takers = " or ".join(repr(other) for other, loss in LOSSES.items() if key in loss.keys)
             text = f"not used by algorithm.loss = {name!r}, but by {takers}: drop it, or change the loss"
             problems.append((f"algorithm.{key}", text))
+    for key in ("kl_in", "kl_estimator"):
+        if algorithm.kl_coef == 0 and getattr(algorithm, key) != getattr(type(algorithm)(), key):
+            problems.append((f"algorithm.{key}", "only used with algorithm.kl_coef > 0: set it, or drop this"))
     if algorithm.kl_unbiased and (algorithm.kl_coef == 0 or algorithm.kl_in != "loss"):
         text = "only used with algorithm.kl_coef > 0 and algorithm.kl_in = 'loss': set them, or drop this"
         problems.append(("algorithm.kl_unbiased", text))
     return problems
 
 
-def of_shared_rows(config: Config) -> Problems:
+def of_shared_rows(config: Config) -> Faults:
     """With `parallel.context_parallel` an answer's tokens lie on several ranks: what adds them up before the loss
     would see a part."""
     if config.parallel.context_parallel == 1:
@@ -221,7 +223,7 @@ def of_shared_rows(config: Config) -> Problems:
     return [("parallel.context_parallel", f"{key} {text}") for key, holds in found.items() if holds]
 
 
-def of_corrections(config: Config) -> Problems:
+def of_corrections(config: Config) -> Faults:
     """Keys without effect, bounds that hold nothing, and a mismatch that would be corrected twice."""
     c = config.correction
     problems = [
@@ -255,7 +257,7 @@ def of_corrections(config: Config) -> Problems:
     return problems
 
 
-def _of_score_centering(config: Config) -> Problems:
+def _of_score_centering(config: Config) -> Faults:
     """It is the mean gradient of -w A log p, with weights of tokens, over all that the engine could have sampled."""
     c, key = config.correction, "correction.score_centering_top_k"
     if c.score_centering_top_k == 0:
@@ -286,7 +288,7 @@ def _of_score_centering(config: Config) -> Problems:
     return problems
 
 
-def _of_routing_replay(config: Config) -> Problems:
+def _of_routing_replay(config: Config) -> Faults:
     """A record must be made before what it is for, and of the tokens that it is for."""
     c, key = config.correction, "correction.routing_replay"
     if c.routing_replay == "trainer":
@@ -314,7 +316,7 @@ _SWITCHED = {
 }
 
 
-def _of_bounds(name: str, given: float | None, low: float, high: float) -> Problems:
+def _of_bounds(name: str, given: float | None, low: float, high: float) -> Faults:
     """Of `low` and `high` in force, where the lower one may not be `given`."""
     if low < high:
         return []
@@ -325,7 +327,7 @@ def _of_bounds(name: str, given: float | None, low: float, high: float) -> Probl
     return [(f"correction.{name}_lower_bound", f"{low:g} is not below {upper} = {high:g}: exchange them")]
 
 
-def of_teachers(config: Config) -> Problems:
+def of_teachers(config: Config) -> Faults:
     """Keys of `[teacher]` that have no effect or ask for what a teacher cannot give; an advantage of nothing."""
     teacher = config.teacher
     if not teacher.enabled:
@@ -358,7 +360,7 @@ def of_teachers(config: Config) -> Problems:
     return problems + _of_no_advantage(config)
 
 
-def _of_teacher_path(config: Config) -> Problems:
+def _of_teacher_path(config: Config) -> Faults:
     teacher = config.teacher
     return [
         (f"teacher.{key}", "only used with teacher.url: set that, or drop this")
@@ -367,7 +369,7 @@ def _of_teacher_path(config: Config) -> Problems:
     ]
 
 
-def _of_teacher_url(config: Config, url: str) -> Problems:
+def _of_teacher_url(config: Config, url: str) -> Faults:
     """What a server tells of its prompts: log-probs of their tokens and of its own likeliest, at temperature 1."""
     teacher, problems = config.teacher, _of_url("teacher.url", url)
     if teacher.path is not None:
@@ -396,7 +398,7 @@ def _of_teacher_url(config: Config, url: str) -> Problems:
     return problems
 
 
-def _of_no_advantage(config: Config) -> Problems:
+def _of_no_advantage(config: Config) -> Faults:
     """`algorithm.advantage = "none"`: something else has to teach, and what works by rewards does nothing."""
     algorithm, key = config.algorithm, "algorithm.advantage"
     if algorithm.estimator.rewards:

@@ -1,23 +1,21 @@
-"""The settings of commands that sample with a run's policy and do not train it: `lightrl eval`, `lightrl generate`."""
+"""The settings of commands that sample with a policy and do not train it: `lightrl eval`, `generate`, `serve`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from lightrl.config.correction import CorrectionConfig
+from lightrl.config.endpoint import OUTSIDE
 from lightrl.config.looking import DebugConfig
 from lightrl.config.optim import CriticConfig, CriticOptimConfig, OptimConfig
-from lightrl.config.schema import AlgorithmConfig, Config, EvalConfig
+from lightrl.config.schema import AlgorithmConfig, Config, DataConfig, EvalConfig, EvaluatorConfig, RewardConfig
+from lightrl.config.teacher import TeacherConfig
 
 
 def for_evaluation(config: Config) -> Config:
-    """Without what only updates need, and without the evaluator elsewhere."""
+    """Without what only updates need."""
     rollout = replace(config.rollout, schedule="sync", max_staleness=None, partial="drop")
-    return replace(
-        _without_updates(config),
-        rollout=rollout,
-        eval=replace(config.eval, url=None, url_every=0, url_api_key_env=None),
-    )
+    return replace(_without_updates(config), rollout=rollout)
 
 
 def for_generation(config: Config) -> Config:
@@ -31,10 +29,31 @@ def for_generation(config: Config) -> Config:
     return replace(_without_updates(config), rollout=rollout, correction=correction, eval=EvalConfig())
 
 
-def _without_updates(config: Config) -> Config:
-    """No reference and no critic are loaded; a key that only they or an optimizer read has its default.
+def for_serving(config: Config) -> Config:
+    """Without what needs prompts, rewards or a teacher too: conversations come from clients.
 
-    `[teacher]` stays, as it may say what an engine tells of each token: `Trainer(only_evaluate=True)` loads none.
+    `[agent]` keeps its limits: it is then that of an agent outside.
+    """
+    config, agent = for_generation(config), config.agent
+    environment = OUTSIDE if agent.enabled else ""
+    return replace(
+        config,
+        run=replace(config.run, on_step="none"),
+        data=DataConfig(chat_template_kwargs=config.data.chat_template_kwargs),
+        reward=RewardConfig(),
+        teacher=TeacherConfig(),
+        rollout=replace(config.rollout, filter="none", generate="none"),
+        agent=replace(agent, environment=environment, options={}, tools=[], search_corpus=None, search_url=None),
+        endpoint=replace(config.endpoint, command=[], function="", url=None),
+        parallel=replace(config.parallel, rollout_ranks=0),  # a process by itself
+    )
+
+
+def _without_updates(config: Config) -> Config:
+    """No reference and no critic are loaded, no evaluator elsewhere is asked; a key that only they or an optimizer read
+    has its default.
+
+    `[teacher]` stays, as it may say what an engine tells of each token: `Trainer(only_sample=True)` loads none.
     """
     algorithm = AlgorithmConfig()
     if not config.algorithm.estimator.rewards:  # nothing need be scored; any term will do that gives it a sense
@@ -47,5 +66,6 @@ def _without_updates(config: Config) -> Config:
         optim=OptimConfig(),
         critic=CriticConfig(),
         critic_optim=CriticOptimConfig(),
+        evaluator=EvaluatorConfig(),
         debug=DebugConfig(),
     )

@@ -7,7 +7,6 @@ reload.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -17,19 +16,23 @@ from pydantic.dataclasses import dataclass
 from lightrl.config import rules
 from lightrl.config.agent import AgentConfig as AgentConfig
 from lightrl.config.agent import SandboxConfig as SandboxConfig
-from lightrl.config.agent import of_agents
+from lightrl.config.agent import of_agents, of_serving
 from lightrl.config.correction import CorrectionConfig as CorrectionConfig
 from lightrl.config.endpoint import EndpointConfig as EndpointConfig
 from lightrl.config.endpoint import of_endpoints
 from lightrl.config.engines import EngineConfig as EngineConfig
 from lightrl.config.engines import SyncConfig as SyncConfig
 from lightrl.config.estimators import Estimator, estimator
+from lightrl.config.evaluation import EvalConfig as EvalConfig
+from lightrl.config.evaluation import EvalSetConfig as EvalSetConfig
+from lightrl.config.evaluation import EvaluatorConfig as EvaluatorConfig
+from lightrl.config.evaluation import of_evaluation
 from lightrl.config.kinds import STRICT, Code, Count, Fraction, NonNegative, PositiveFloat, PositiveInt, Seconds
 from lightrl.config.looking import DebugConfig as DebugConfig
 from lightrl.config.looking import DumpConfig as DumpConfig
-from lightrl.config.looking import looking_problems
+from lightrl.config.looking import of_looking
 from lightrl.config.lora import LoraConfig as LoraConfig
-from lightrl.config.lora import lora_problems
+from lightrl.config.lora import of_lora
 from lightrl.config.optim import CriticConfig as CriticConfig
 from lightrl.config.optim import CriticOptimConfig as CriticOptimConfig
 from lightrl.config.optim import OptimConfig as OptimConfig
@@ -301,87 +304,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class EvalSetConfig:
-    """One evaluation set. Keys left out are taken from `[data]` and `[reward]`."""
-
-    name: str
-    """Name in metrics: `eval/NAME/…`."""
-    path: str
-    """As `data.path`."""
-    split: str | None = None
-    """As `data.split`."""
-    input_key: str | None = None
-    """As `data.input_key`."""
-    label_key: str | None = None
-    """As `data.label_key`."""
-    apply_chat_template: bool | None = None
-    """As `data.apply_chat_template`."""
-    system_prompt: str | None = None
-    """As `data.system_prompt`."""
-    map: Code | None = None
-    """As `data.map`; `none` takes the rows as they are."""
-    reward: Code | None = None
-    """As `reward.type`."""
-    samples_per_prompt: PositiveInt = 1
-    """k of avg@k and pass@k."""
-    max_response_tokens: PositiveInt | None = None
-    """As `rollout.max_response_tokens`."""
-    temperature: NonNegative = 0.0
-    """0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling."""
-    top_k: Count = 0
-    """0 is off."""
-    pass_threshold: float = 0.5
-    """A sample passes when its reward is above this."""
-    gate: float | None = None
-    """Lowest `eval/NAME/avg@k` that is good enough: `lightrl train` and `lightrl eval` end with status 1 when their
-    last evaluation is below."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class EvalConfig:
-    """Evaluation during training and by `lightrl eval`."""
-
-    every: Count = 0
-    """Steps between evaluations; 0 is off."""
-    at_start: bool = True
-    """Evaluate before the first step (only if `every` is set)."""
-    sets: list[EvalSetConfig] = field(default_factory=list)
-    """`[[eval.sets]]` tables."""
-    url: str | None = None
-    """Evaluator elsewhere, such as `http://node9:8000/evaluate`: it is sent a checkpoint's place by POST, answers with
-    metrics, and training goes on meanwhile (docs/inspect.md#an-evaluator-elsewhere)."""
-    url_every: Count = 0
-    """Steps between its checkpoints, exported in Hugging Face format to `dir/hf`; the last step is one too."""
-    url_timeout: Seconds = 3600.0
-    """Seconds one answer may take."""
-    url_retries: Count = 3
-    """Further attempts when it cannot be reached, is busy or has failed; pauses double from one second on."""
-    url_api_key_env: str | None = None
-    """Name of the environment variable with its key, sent as a bearer token."""
-
-    def missed_gates(self, metrics: Mapping[str, float]) -> list[str]:
-        """A line for each set whose `gate` an evaluation's metrics do not reach; none where it was not evaluated.
-
-        >>> sets = [EvalSetConfig(name="gsm8k", path="test.jsonl", gate=0.71)]
-        >>> EvalConfig(sets=sets).missed_gates({"eval/gsm8k/prompts": 9, "eval/gsm8k/avg@1": 0.7})
-        ['eval/gsm8k/avg@1 = 0.7000 is below its gate of 0.71']
-        >>> EvalConfig(sets=sets).missed_gates({"eval/gsm8k/prompts": 9, "eval/gsm8k/avg@1": 0.71})
-        []
-        """
-        missed = []
-        for spec in self.sets:
-            name = f"eval/{spec.name}/avg@{spec.samples_per_prompt}"
-            if spec.gate is None or f"eval/{spec.name}/prompts" not in metrics:
-                continue
-            value = metrics.get(name, float("nan"))  # no answer could be scored
-            if not value >= spec.gate:
-                missed.append(f"{name} = {value:.4f} is below its gate of {spec.gate:g}")
-        return missed
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LogConfig:
     """What a person sees."""
 
@@ -432,12 +354,13 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
     log: LogConfig = field(default_factory=LogConfig)
     dump: DumpConfig = field(default_factory=DumpConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
-    def validate(self) -> list[tuple[str, str]]:
-        """Rules between sections, as (key, what is wrong and what to do); empty when all hold."""
+    def validate(self, command: str = "train") -> list[tuple[str, str]]:
+        """Rules between sections, as (key, what is wrong and what to do); empty when all hold. Of `command`, if any."""
         problems: list[tuple[str, str]] = []
         if self.algorithm.minibatches_per_step > self.rollout.prompts_per_step:
             problems.append(
@@ -455,27 +378,23 @@ class Config:
         if self.model.recompute_attention and not self.model.activation_checkpointing:
             text = "only used with model.activation_checkpointing = true: set it, or drop this"
             problems.append(("model.recompute_attention", text))
-        if self.eval.every and not self.eval.sets:
-            problems.append(("eval.every", "no [[eval.sets]] to evaluate: add one or set eval.every = 0"))
-        problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + rules.of_sets(self)
+        problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + of_evaluation(self)
         problems += rules.of_advantages(self) + rules.of_critics(self) + rules.of_shared_rows(self)
-        problems += rules.of_losses(self) + rules.of_corrections(self) + rules.of_teachers(self) + lora_problems(self)
-        problems += looking_problems(self) + of_agents(self) + of_endpoints(self) + of_rollouts(self)
-        problems += of_placement(self)
-        if self.log.wandb_project is not None and "wandb" not in self.log.trackers:
-            problems.append(("log.wandb_project", "add 'wandb' to log.trackers"))
+        problems += rules.of_losses(self) + rules.of_corrections(self) + rules.of_teachers(self) + of_lora(self)
+        problems += of_looking(self) + of_rollouts(self) + of_placement(self)
+        problems += of_serving(self) if command == "serve" else of_agents(self) + of_endpoints(self)
+        for name in ("wandb_project", "wandb_name"):
+            if getattr(self.log, name) is not None and "wandb" not in self.log.trackers:
+                problems.append((f"log.{name}", "add 'wandb' to log.trackers"))
+        if self.checkpoint.best_metric != CheckpointConfig().best_metric and not self.checkpoint.keep_best:
+            problems.append(("checkpoint.best_metric", "only used with checkpoint.keep_best > 0: set it, or drop this"))
         return problems
 
-    @property
-    def ranks_per_engine(self) -> int:
-        """Consecutive training ranks that sample with one engine, of which the first gets the prompts."""
-        return 1 if self.parallel.rollout_ranks else self.engine.tensor_parallel
-
-    def required(self) -> list[tuple[str, str]]:
-        """Keys that training cannot do without and that are not set."""
+    def required(self, command: str = "train") -> list[tuple[str, str]]:
+        """Keys that the command cannot do without and that are not set."""
         missing = []
         if not self.model.path:
             missing.append(("model.path", "name a Hugging Face checkpoint (hub name or folder)"))
-        if not self.data.path:
+        if not self.data.path and command != "serve":
             missing.append(("data.path", "name a prompt set (jsonl, parquet, folder or hub dataset)"))
         return missing

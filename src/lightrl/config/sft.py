@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic.dataclasses import dataclass
 
-from lightrl.config.kinds import STRICT, PositiveFloat, PositiveInt
+from lightrl.config.kinds import STRICT, Faults, PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
@@ -32,12 +32,12 @@ _SET_KEYS = ("reward", "max_response_tokens", "gate")  # what a set of conversat
 _SET_DEFAULTS = {"samples_per_prompt": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "pass_threshold": 0.5}
 
 
-def sft_problems(config: Config) -> list[tuple[str, str]]:
+def of_sft(config: Config) -> Faults:
     """(key, what is wrong and what to do) for `lightrl sft` alone: the other commands leave `[sft]` be."""
-    return given_rows_problems(config, "sft", "logprob")
+    return of_given_rows(config, "sft", "logprob")
 
 
-def given_rows_problems(config: Config, command: str, metric: str) -> list[tuple[str, str]]:
+def of_given_rows(config: Config, command: str, metric: str) -> Faults:
     """What holds for all commands that train on given rows; their evaluation has a `metric` to choose the best by."""
     problems = []
     if config.data.max_prompt_tokens is not None:

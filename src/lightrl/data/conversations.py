@@ -11,10 +11,9 @@ from typing import Any
 from lightrl.config.schema import DataConfig, SFTConfig
 from lightrl.data.encoding import RowEncoder, usual
 from lightrl.data.errors import BadRows, DataError
-from lightrl.data.mapping import Mapper
+from lightrl.data.reading import read_all
 from lightrl.data.render import RowError, RowReader, kind_of
-from lightrl.data.rows import read_rows
-from lightrl.data.turns import Message, TurnError
+from lightrl.data.turns import Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,27 +63,12 @@ def load_conversations(
 
     Raises DataError with `file:line`, for the first bad row and the number of others.
     """
-    reader, mapped = _Reader(data, sft, tokenizer, end_ids), Mapper(data.map)
-    bad = BadRows()
-    found: list[Conversation] = []
-    paths = [data.path] if isinstance(data.path, str) else list(data.path)
-    if not any(paths):
-        raise DataError("data.path is not set: name a jsonl or parquet file, a folder or a hub dataset")
-    for path in paths:
-        for source, row in mapped(read_rows(path, data.split, bad), bad):
-            try:
-                tokens, mask = reader.read(row)
-            except (RowError, TurnError) as error:
-                bad.add(f"{source}: {error}")
-            else:
-                found.append(Conversation(index=len(found), tokens=tokens, loss_mask=mask, source=source))
-    bad.raise_if_any()
-    mapped.check_any(", ".join(paths))
-    reader.rows.check_optional_keys(", ".join(paths))
+    reader = _Reader(data, sft, tokenizer, end_ids)
+    found, num_left_out = read_all(data, reader.rows, reader.read)
     limit = min(context_length, sft.max_tokens or context_length)
     reason = "the model's context" if limit == context_length else "sft.max_tokens"
     kept, notice = _hold_to_limit(found, limit, reason, data.overlong)
-    left_out = f"data.map left out {mapped.left_out} rows" if mapped.left_out else ""
+    left_out = f"data.map left out {num_left_out} rows" if num_left_out else ""
     notices = tuple(text for text in (left_out, notice, *reader.notices()) if text)
     return ConversationSet(conversations=kept, limit=limit, notices=notices)
 
@@ -98,8 +82,12 @@ class _Reader:
         self.encoder = RowEncoder(data, tokenizer, end_ids, sft.end_of_turn, "sft.end_of_turn")
         self.empty = 0
 
-    def read(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        """Ids and mask of a row. Raises RowError or TurnError."""
+    def read(self, source: str, row: Mapping[str, Any]) -> Conversation:
+        """The conversation of a row; its place in the set is yet to be said. Raises RowError or TurnError."""
+        tokens, mask = self._encoded(row)
+        return Conversation(index=0, tokens=tokens, loss_mask=mask, source=source)
+
+    def _encoded(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         data = self.data
         value = self.rows.field(row, data.input_key, "input_key")
         label = None if data.label_key is None else self.rows.field(row, data.label_key, "label_key")

@@ -12,10 +12,9 @@ from typing import Any
 from lightrl.config.schema import DataConfig, DPOConfig, RMConfig
 from lightrl.data.encoding import RowEncoder, usual
 from lightrl.data.errors import BadRows, DataError
-from lightrl.data.mapping import Mapper
+from lightrl.data.reading import read_all
 from lightrl.data.render import RowError, RowReader, kind_of
-from lightrl.data.rows import read_rows
-from lightrl.data.turns import Message, TurnError
+from lightrl.data.turns import Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,31 +89,16 @@ def load_pairs(
     `end_ids` end a response; `pad_token_id` are what a reward model looks before for the last token. Raises DataError
     with `file:line`, for the first bad row and the number of others.
     """
-    reader, mapped = _Reader(data, config, tokenizer, end_ids, pad_token_id), Mapper(data.map)
-    bad = BadRows()
-    found: list[Pair] = []
-    same = 0
-    paths = [data.path] if isinstance(data.path, str) else list(data.path)
-    if not any(paths):
-        raise DataError("data.path is not set: name a jsonl or parquet file, a folder or a hub dataset")
-    for path in paths:
-        for source, row in mapped(read_rows(path, data.split, bad), bad):
-            try:
-                pair = reader.read(source, row)
-            except (RowError, TurnError) as error:
-                bad.add(f"{source}: {error}")
-            else:
-                same += pair is None
-                found += [] if pair is None else [pair]
-    bad.raise_if_any()
-    reader.rows.check_optional_keys(", ".join(paths))
+    reader = _Reader(data, config, tokenizer, end_ids, pad_token_id)
+    read, num_left_out = read_all(data, reader.rows, reader.read)
+    found = [pair for pair in read if pair is not None]
+    same = len(read) - len(found)
     if not found:
-        raise DataError(
-            f"{', '.join(paths)}: in all {same} pairs both answers are the same: there is nothing to prefer"
-        )
+        path = data.path if isinstance(data.path, str) else ", ".join(data.path)
+        raise DataError(f"{path}: in all {same} pairs both answers are the same: there is nothing to prefer")
     kept, notice = _hold_to_limit(found, data.overlong, context_length, config.max_tokens, reader.section)
     left_out = f"data: left out {same} of {same + len(found)} pairs whose answers are the same" if same else ""
-    by_map = f"data.map left out {mapped.left_out} rows" if mapped.left_out else ""
+    by_map = f"data.map left out {num_left_out} rows" if num_left_out else ""
     notices = tuple(text for text in (by_map, left_out, notice, *reader.encoder.notices()) if text)
     return PairSet(pairs=[replace(pair, index=i) for i, pair in enumerate(kept)], notices=notices)
 

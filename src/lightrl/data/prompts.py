@@ -10,9 +10,9 @@ from typing import Any
 
 from lightrl.config.schema import DataConfig
 from lightrl.data.errors import BadRows, DataError
-from lightrl.data.mapping import Mapper, RowMap
+from lightrl.data.mapping import RowMap
+from lightrl.data.reading import read_all
 from lightrl.data.render import RowReader
-from lightrl.data.rows import read_rows
 from lightrl.types import Prompt
 
 _BATCH = 1024  # texts tokenized in one call
@@ -76,23 +76,10 @@ def load_prompts(
     Raises DataError with `file:line`, for the first bad row and the number of others.
     """
     limit = _limit(config, context_length, max_response_tokens)
-    reader, mapped = RowReader(config, tokenizer, tools), Mapper(config.map, row_map)
-    bad = BadRows()
-    prompts: list[Prompt] = []
-    paths = [config.path] if isinstance(config.path, str) else list(config.path)
-    if not any(paths):
-        raise DataError("data.path is not set: name a jsonl or parquet file, a folder or a hub dataset")
-    for path in paths:
-        for source, row in mapped(read_rows(path, config.split, bad), bad):
-            prompt = reader.read(source, row, bad)
-            if prompt is not None:
-                prompts.append(prompt)
-    bad.raise_if_any()
-    mapped.check_any(", ".join(paths))
-    reader.check_optional_keys(", ".join(paths))
-    prompts = _tokenize(prompts, tokenizer, bad)
-    bad.raise_if_any()
-    return replace(_hold_to_limit(prompts, tokenizer, config, limit), left_out=mapped.left_out)
+    reader = RowReader(config, tokenizer, tools)
+    prompts, left_out = read_all(config, reader, reader.read, row_map)
+    prompts = _tokenize(prompts, tokenizer)
+    return replace(_hold_to_limit(prompts, tokenizer, config, limit), left_out=left_out)
 
 
 @dataclass(frozen=True)
@@ -122,7 +109,7 @@ def _limit(config: DataConfig, context_length: int, max_response_tokens: int) ->
     return _Limit(room, reason, "lower rollout.max_response_tokens", reach=context_length - 1)
 
 
-def _tokenize(prompts: list[Prompt], tokenizer: Any, bad: BadRows) -> list[Prompt]:
+def _tokenize(prompts: list[Prompt], tokenizer: Any) -> list[Prompt]:
     """Rendered chats already hold their special tokens as text; plain strings get the tokenizer's own."""
     done: list[Prompt] = []
     for start in range(0, len(prompts), _BATCH):
@@ -132,9 +119,11 @@ def _tokenize(prompts: list[Prompt], tokenizer: Any, bad: BadRows) -> list[Promp
             ids = iter(tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else ())
             batch = [replace(p, tokens=list(next(ids))) if (p.messages is None) is special else p for p in batch]
         done += batch
+    bad = BadRows()
     for prompt in done:
         if not prompt.tokens:
             bad.add(f"{prompt.source}: the prompt has no tokens: remove the row")
+    bad.raise_if_any()
     return done
 
 

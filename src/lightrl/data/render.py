@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from lightrl.config.schema import DataConfig
-from lightrl.data.errors import BadRows, DataError, nearest, one_line
+from lightrl.data.errors import DataError, nearest, one_line
 from lightrl.types import Prompt
 
 _RESERVED = (
@@ -50,21 +50,14 @@ class RowReader:
                 if getattr(config, key):
                     raise DataError(f"data.{key} needs the chat template: set data.apply_chat_template = true")
 
-    def read(self, source: str, row: Mapping[str, Any], bad: BadRows) -> Prompt | None:
-        """The prompt of a row, without tokens; None (and a line in `bad`) when the row is wrong."""
-        try:
-            return self._read(source, row)
-        except RowError as error:
-            bad.add(f"{source}: {error}")
-            return None
-
     def check_optional_keys(self, path: str) -> None:
         """A key that was named in the config and that no row has is a typing error."""
         for key in sorted(self._unseen):
             name = getattr(self.config, key)
             raise DataError(f"{path}: no row has a field {name!r} (data.{key}): correct the name or leave the key out")
 
-    def _read(self, source: str, row: Mapping[str, Any]) -> Prompt:
+    def read(self, source: str, row: Mapping[str, Any]) -> Prompt:
+        """The prompt of a row, without tokens. Raises RowError."""
         config = self.config
         value = self.field(row, config.input_key, "input_key")
         label = None if config.label_key is None else self.field(row, config.label_key, "label_key")

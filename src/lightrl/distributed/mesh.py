@@ -260,8 +260,8 @@ def find_part(rollout_ranks: int) -> Part:
     key = f"parallel.rollout_ranks: {rollout_ranks}"
     if "RANK" not in os.environ:
         raise UserError(
-            f"{key} ranks are to generate, but this is a single process: start it with torchrun --nproc-per-node "
-            f"{rollout_ranks + 1} or more, or set it to 0"
+            f"{key}, but this is a single process: start it with torchrun --nproc-per-node {rollout_ranks + 1} or "
+            "more, or set it to 0"
         )
     job_rank, job_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     num_training = job_size - rollout_ranks

@@ -4,14 +4,16 @@ A body has a forward that says what its backward needs, and that backward, both 
 around any of them, and a block that is computed again for its backward pass can take the output it had the first time
 (`Outputs`) where a quarter of all attention would otherwise be done twice.
 
-Which body (`choose`), by the rates that these kernels alone were seen at on an H200 with torch 2.11: 16,384 rows, one
-causal sequence for cuDNN, 20 for the others. Not yet measured through this module: `--op attention`.
+Which body (`choose`), by TFLOP/s on an H200 with torch 2.11, 16,384 rows, forward, and forward and backward (`--op
+attention`; those of flash-attn-4 of the kernel alone, its forward and its backward):
 
-| rows | body | TFLOP/s |
-|---|---|---|
-| segments of one length (also a single one), and of 2,048 rows and more | cuDNN, a call each | 629 forward, 554 both |
-| others | flash-attn-4, where it is installed | 422 forward, 310 backward |
-| others | torch's variable-length FlashAttention-2 | 213 forward, 171 backward |
+| rows | body | 1 sequence | 8 of one length | 20 of many |
+|---|---|---|---|---|
+| one length, or 8,192 rows and more | cuDNN, a call each | 608, 582 | 472, 388 | 151, 119 |
+| others | flash-attn-4, where it is installed | | | 422, 310 |
+| others | torch's variable-length FlashAttention-2 | 312, 304 | 266, 209 | 220, 168 |
+
+The 151 and 119 are of calls from 2,048 rows on: gathering and padding took more than cuDNN gave.
 
 cuDNN plans each new shape on the host, which takes a tenth of a second and more: lengths are padded to few sizes.
 Its own variable-length form plans every call anew, in torch up to 2.14 at least.

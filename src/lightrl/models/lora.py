@@ -53,16 +53,19 @@ def missing() -> str | None:
 def inject(model: Any, settings: Settings, dtype: torch.dtype = torch.float32) -> None:
     """Adapters of `dtype` into a model on the meta device, after whatever else is exchanged in it; the rest is frozen.
 
-    UserError, before any weight is read, for `lora.target_modules` that cannot be adapted.
+    UserError, before any weight is read, for `lora.target_modules` that cannot be adapted, and for a `lora.rank` that
+    is low in none of them.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    targets = _targets(model, settings.targets)
+    _check_rank(model, targets, settings.rank)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha,  # type: ignore[arg-type]
         lora_dropout=settings.dropout,
         use_rslora=settings.use_rslora,
-        target_modules=_targets(model, settings.targets),
+        target_modules=targets,
         task_type="CAUSAL_LM",
     )
     with torch.device("meta"):
@@ -89,6 +92,18 @@ def _targets(model: Any, wanted: list[str] | None) -> list[str]:
         raise UserError(f"lora.target_modules: {type(model).__name__} has no linear layers in its blocks")
     ends = sorted({_end(name) for name in linear})
     return ends if set().union(*(_matching(model, end) for end in ends)) == linear else sorted(linear)
+
+
+def _check_rank(model: Any, targets: Sequence[str], rank: int) -> None:
+    """A layer that is smaller than others may be below the rank: B A is then as free as W, and no more is lost."""
+    layers = {name: model.get_submodule(name) for target in targets for name in sorted(_matching(model, target))}
+    name, layer = max(layers.items(), key=lambda item: min(item[1].weight.shape))
+    if rank > (most := min(layer.weight.shape)):
+        out, inside = layer.weight.shape
+        raise UserError(
+            f"lora.rank: {rank} is low for none of the layers: the largest, {name}, is {out} x {inside}, and its "
+            f"updates have rank {most} at most; lower it, or train all weights (lora.rank = 0)"
+        )
 
 
 def _linear_layers(model: Any) -> set[str]:

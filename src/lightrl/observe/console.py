@@ -121,7 +121,6 @@ class Console:
     ) -> None:
         self._config = config
         self._columns = columns
-        self._enabled = enabled
         self._rich = RichConsole(file=file, quiet=not enabled, highlight=False, soft_wrap=True)
         self._bars = enabled and config.progress and self._rich.is_terminal
         self._lines = 0
@@ -185,6 +184,12 @@ class Console:
     def warning(self, text: str) -> None:
         """Something to look at."""
         self._print(Text.assemble(("warning  ", "bold yellow"), clean(text)))
+
+    def restarted(self, count: int, why: str) -> None:
+        """So many engines died."""
+        engines = "an engine died and is" if count == 1 else f"{count} engines died and are"
+        reason = f": {why}" if why else ""
+        self.warning(f"{engines} started anew; answers that were lost are sampled again{reason}")
 
     @contextmanager
     def progress(self, description: str, total: float | None = None) -> Iterator[Bar]:

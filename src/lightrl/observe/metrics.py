@@ -160,6 +160,19 @@ def agent_metrics(groups: Iterable[SampleGroup]) -> Tally:
     return tally
 
 
+def step_metrics(tally: Tally, times: Mapping[str, float], num_updates: int) -> dict[str, float]:
+    """Of one step, from the tally of all ranks: losses are those of an update, rates by the `time/STAGE` of `times`."""
+    metrics = with_sample_size(tally.result())
+    for name in ("loss/total", "loss/policy", "critic/loss"):
+        if name in metrics:
+            metrics[name] /= num_updates
+    tokens = metrics.get("rollout/response_tokens", 0.0)
+    for name, stage in (("tokens", "total"), ("generated_tokens", "generate"), ("trained_tokens", "train")):
+        if times.get(f"time/{stage}"):
+            metrics[f"perf/{name}_per_second"] = tokens / times[f"time/{stage}"]
+    return metrics
+
+
 def with_sample_size(metrics: dict[str, float]) -> dict[str, float]:
     """With `mismatch/ess`, the effective sample size of the step's importance ratios r as a share of its tokens:
     (sum r)² / (n sum r²), 1 where all are equal.

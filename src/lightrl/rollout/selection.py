@@ -105,6 +105,18 @@ class Selection:
                 self.kept.append(self.start + self._seen)
             self._seen += 1
 
+    def shortage(self) -> str | None:
+        """What to tell where fewer passed than are wanted. UserError where none did."""
+        if len(self.kept) == self.wanted:
+            return None
+        text = (
+            f"rollout.filter: {len(self.kept)} of {self.num_drawn} prompts in {self.num_draws} draws passed, "
+            f"{self.wanted} are wanted"
+        )
+        if not self.kept:
+            raise UserError(f"{text}: nothing to train on; look at the samples' rewards, or raise rollout.max_draws")
+        return f"{text}; raise rollout.max_draws or oversample_prompts"
+
     def record(self) -> dict[str, Any]:
         """All that `replay` needs, as JSON."""
         return {

@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -260,11 +260,14 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Restore model, optimizer and random generators in place, at any world size; returns `extra`.
 
-        `folder` may be that of another run. `others` as they were saved: UserError where one is missing.
+        `folder` may be that of another run. `others` as they were saved: UserError where one is missing, or, unless
+        only weights are asked for (no `optimizer`), one would be lost.
 
         Ranks that the saved run did not have get generators seeded from its rank 0 and their number.
         """
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        if optimizer is not None and (fault := others_fault(folder, state, list(others or {}))) is not None:
+            raise UserError(fault)
         stored = read_tensors(folder)
         targets = {f"model.{name}": t.detach() for name, t in _model_tensors(model).items()}
         _check_model(folder, targets, stored)
@@ -313,12 +316,7 @@ class _Part:
     ) -> None:
         self._model, self._optimizer = pair
         mine = {key.removeprefix(f"{name}."): value for key, value in stored.items() if key.startswith(f"{name}.")}
-        self._saved = state.get("others", {}).get(name)
-        if not mine or self._saved is None:
-            raise UserError(
-                f"{folder} holds no {name}: it cannot be gone on from with one; export it, name the export as "
-                "model.path, and take another run.dir"
-            )
+        self._saved = state["others"][name]
         model = {f"model.{key}": tensor.detach() for key, tensor in _model_tensors(self._model).items()}
         _check_model(folder, model, mine)
         self._slots, self._plain = allocate(self._model, self._optimizer, mine, self._saved, folder)
@@ -369,6 +367,20 @@ def _check_model(folder: Path, targets: Mapping[str, Tensor], stored: Mapping[st
     for name in stored:
         if name.startswith("model.") and name not in targets:
             raise UserError(f"{folder} is of another model: this run's has no {name.removeprefix('model.')}")
+
+
+def others_fault(folder: Path, state: Mapping[str, Any], wanted: Sequence[str]) -> str | None:
+    """What to say where a run that has the models `wanted` beside its own would begin one of them anew, or lose one."""
+    saved = state.get("others", {})
+    instead = "export it, name the export as model.path, and take another run.dir"
+    for name in wanted:
+        if name not in saved:
+            return f"{folder} holds no {name}: it cannot be gone on from with one; {instead}"
+    for name in saved:
+        if name not in wanted:
+            back = "algorithm.advantage = 'gae'" if name == "critic" else "the settings of its run"
+            return f"{folder} holds a {name}, which this run would lose: go on with {back}; to go on without, {instead}"
+    return None
 
 
 # ----- which checkpoint

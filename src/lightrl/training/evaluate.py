@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightrl.config.schema import Config, DataConfig, EvalSetConfig, RewardConfig
 from lightrl.data import PromptSet, load_prompts
 from lightrl.data.mapping import RowMap
 from lightrl.distributed.mesh import World, deal
-from lightrl.engine.base import Engine, SamplingParams
+from lightrl.engine.base import SamplingParams
 from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.metrics import Tally, eval_metrics
 from lightrl.rewards import Scorer, check_labels
 from lightrl.rollout.agent import Agent, sampler_of
 from lightrl.rollout.hooked import Generate
-from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
+from lightrl.training.rollouts import Rollouts
 
 
 @dataclass(kw_only=True)
@@ -89,42 +90,36 @@ def _reward_config(reward: RewardConfig, spec: EvalSetConfig) -> RewardConfig:
 
 
 def evaluate(
-    engine: Engine,
+    rollouts: Rollouts,
     sets: Sequence[EvalSet],
     *,
     world: World,
     decode: Callable[[list[int]], str],
     seed: int,
     step: int,
+    version: int,
     console: Console,
     writer: SampleWriter | None,
-    renew: Callable[[], None],
-    ranks_per_engine: int = 1,
-    on_restart: Callable[[int, str], None] = lambda count, why: None,
-    restart: Callable[[], None] | None = None,
     generate: Generate | None = None,
     agent: Agent | None = None,
     together: bool = True,
-    run_on: Callable[[Coroutine[Any, Any, None]], None] | None = None,
 ) -> dict[str, float]:
-    """Metrics of all sets, equal on every rank. Prompts are dealt out over ranks; the weights are in the engine.
+    """Metrics of all sets, equal on every rank. The weights, of that `version`, are in the engine.
 
-    `renew` gives them to an engine that died and was started anew (`restart`, told to `on_restart`): only lost answers
-    are sampled again.
     The same seed draws the same samples at every step, so curves are not shaken by luck of the draw.
     """
     metrics: dict[str, float] = {}
     for eval_set in sets:
         spec = eval_set.config
         prompts = list(eval_set.prompts)
-        total = len(deal(world, prompts, ranks_per_engine)) * spec.samples_per_prompt
+        total = len(deal(world, prompts, rollouts.ranks_per_engine)) * spec.samples_per_prompt
         with console.progress(f"evaluating {spec.name}", total=total) as bar:
-            groups = Collection(
-                sampler=sampler_of(
+            groups = rollouts.evaluation(
+                partial(
+                    sampler_of,
                     agent,
                     together=together,
                     final_only=True,
-                    engine=engine,
                     sampling=eval_set.sampling,
                     group_size=spec.samples_per_prompt,
                     scorer=eval_set.scorer,
@@ -134,13 +129,9 @@ def evaluate(
                     generate=generate,
                 ),
                 selection=Selection(prompts, start=0, wanted=len(prompts)),
-                world=world,
-                ranks_per_engine=ranks_per_engine,
                 on_group=lambda group: bar.advance(len(group.samples)),
-                on_restart=on_restart,
-                restart=restart,
-                run_on=run_on,
-            ).run(renew)
+                on_restart=console.restarted,
+            ).run(partial(rollouts.renew, version))
         eval_set.scorer.check_failures(world.gather(eval_set.scorer.take_stats()))
         if writer is not None:
             writer.write(step, [s for g in groups for s in g.samples], eval_name=spec.name)

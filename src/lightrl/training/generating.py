@@ -9,17 +9,16 @@ from lightrl.config.sampling_only import for_generation
 from lightrl.config.schema import Config
 from lightrl.errors import UserError
 from lightrl.observe.rollouts import RolloutWriter
-from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training.probe import rollout_writer
 from lightrl.training.rollout_ranks import serve_rollouts
 from lightrl.training.trainer import Trainer
 from lightrl.types import SampleGroup
 
 
-def check_out(out: Path) -> None:
+def check_out(out: Path, what: str = "generate: --out") -> None:
     """UserError for a folder that has rollouts: two dumps would mix."""
     if out.exists() and (not out.is_dir() or any(out.glob("step_*.jsonl*"))):
-        raise UserError(f"generate: --out: {out} holds something already; name a new folder, or remove it")
+        raise UserError(f"{what}: {out} holds something already; name a new folder, or remove it")
 
 
 def generate(config: Config, out: Path, *, steps: int, checkpoint: Path | None) -> Path:
@@ -31,7 +30,7 @@ def generate(config: Config, out: Path, *, steps: int, checkpoint: Path | None) 
     config = for_generation(config)
     if serve_rollouts(config):
         return out
-    trainer = Trainer(config, only_evaluate=True)
+    trainer = Trainer(config, only_sample=True)
     try:
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint, weights_only=True)
@@ -42,7 +41,7 @@ def generate(config: Config, out: Path, *, steps: int, checkpoint: Path | None) 
 
 
 def _generate(trainer: Trainer, writer: RolloutWriter, steps: int) -> None:
-    sync_weights(trainer.policy, trainer.engine, trainer.policy_version, trainer.state)
+    trainer.rollouts.renew(trainer.policy_version)
     first = trainer.steps_done + 1
     for step in range(first, first + steps):
         prompts = trainer.source.next(trainer.config.rollout.prompts_per_draw)
@@ -53,7 +52,7 @@ def _generate(trainer: Trainer, writer: RolloutWriter, steps: int) -> None:
         trainer.steps_done = step
         writer.write(step, groups, selection.record())
         trainer.console.notice(_told(step, trainer.world.gather(_numbers(groups))))
-    release_engine(trainer.policy, trainer.engine, trainer.state)
+    trainer.rollouts.release()
 
 
 def _numbers(groups: list[SampleGroup]) -> tuple[int, list[float]]:

@@ -29,7 +29,7 @@ class StepInfo:
     metrics: Mapping[str, float]
     """The step's, equal on all ranks."""
     groups: Sequence[SampleGroup]
-    """This rank's, with rewards and advantages."""
+    """This rank's, with rewards and advantages; none where rows are given (`lightrl sft`, `dpo`, `rm`)."""
     rank: int
     world_size: int
     run_dir: Path
@@ -70,11 +70,12 @@ def load_hooks(config: Config, given: Hooks | None) -> LoadedHooks:
         generate=load_generate(config.rollout.generate, given.generate),
         filter=load_filter(config.rollout.filter, given.filter),
         row_map=given.data_map,
-        on_step=_load_on_step(config.run.on_step, given.on_step),
+        on_step=load_on_step(config.run.on_step, given.on_step),
     )
 
 
-def _load_on_step(name: str, given: OnStep | None) -> OnStep | None:
+def load_on_step(name: str, given: OnStep | None = None) -> OnStep | None:
+    """What `run.on_step` names, or in its place what is `given`. UserError if it cannot be called as it will be."""
     function: Any = given
     if given is None and name != "none":
         function = hooks.load(name, "run.on_step")

@@ -5,10 +5,10 @@ A trainer holds a `Loop`, and is a `Trainable` to it: the loop says when, the tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,10 +19,10 @@ from lightrl.config.schema import Config
 from lightrl.data import PromptSource
 from lightrl.distributed.mesh import World
 from lightrl.observe.console import Console
-from lightrl.observe.trackers import Trackers
-from lightrl.training import run_folder, setup
+from lightrl.training import run_folder
 from lightrl.training.checkpoint import Checkpointer, Others
 from lightrl.training.optim import apply_settings
+from lightrl.training.outside_eval import OutsideEvaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,8 @@ class Trainable(Protocol):
         """Its models in Hugging Face format, the main one to `hf/step_N`."""
         ...
 
-    def after_step(self, trackers: Trackers, *, last: bool) -> None:
-        """What else is due once a step is logged and saved."""
-        ...
-
-    def finish(self, trackers: Trackers) -> None:
-        """Wait for what is under way after the last step."""
+    def export(self, folder: str | Path, *, replace: bool = False) -> None:
+        """Its main model in Hugging Face format to a folder."""
         ...
 
     def introduce(self) -> None:
@@ -94,6 +90,7 @@ class Loop:
     def __init__(self, config: Config, world: World, console: Console, *, claim: bool, ended_by: str) -> None:
         self.config, self.world, self.console = config, world, console
         self.run_dir = Path(config.run.dir).expanduser()
+        self.outside = OutsideEvaluation(config, self.run_dir, world, console)
         self.held = ExitStack()
         """What the trainer has to end."""
         self._claimed = claim
@@ -105,16 +102,19 @@ class Loop:
         """`held`, for a block that makes the trainer's parts: what is made is ended if a later part cannot be."""
         try:
             if self._claimed:
-                self.held.enter_context(setup.claim(self.run_dir, self.world, self.console.warning))
+                self.held.enter_context(run_folder.claim(self.run_dir, self.world, self.console.warning))
             yield self.held
         except BaseException:
             self.close()
             raise
 
-    def check_resume(self, source: PromptSource[Any]) -> None:
-        """With `claim`: UserError for a checkpoint that cannot be gone on from, before a model is loaded for it."""
+    def check_resume(self, source: PromptSource[Any], others: Sequence[str] = ()) -> None:
+        """With `claim`: UserError for a checkpoint that cannot be gone on from, before a model is loaded for it.
+
+        `others` name the models that it is to hold beside the trained one.
+        """
         if self._claimed and self.config.run.resume:
-            setup.check_resume(self.run_dir, source, self.world)
+            run_folder.check_resume(self.run_dir, source, self.world, others)
 
     def train(self, trainer: Trainable) -> dict[str, float]:
         """Train to the last step, from the newest checkpoint if there is one. Returns the last step's metrics.
@@ -123,7 +123,7 @@ class Loop:
         """
         if self._claimed:
             return self._train(trainer)
-        with setup.claim(self.run_dir, self.world, self.console.warning):
+        with run_folder.claim(self.run_dir, self.world, self.console.warning):
             return self._train(trainer)
 
     def _train(self, trainer: Trainable) -> dict[str, float]:
@@ -144,9 +144,11 @@ class Loop:
                     self._save(trainer, metrics)
                 if checkpoint.hf_every and step % checkpoint.hf_every == 0:
                     trainer.export_step()
-                trainer.after_step(trackers, last=step == total)
+                self.outside.log(trackers)
+                if self.outside.is_due(step, last=step == total):
+                    self.outside.submit(step, partial(trainer.export, replace=True))
             self._checkpointer.wait()
-            trainer.finish(trackers)
+            self.outside.finish(trackers)
         return metrics
 
     def _resume(self, trainer: Trainable) -> None:

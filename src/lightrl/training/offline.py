@@ -17,35 +17,36 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightrl.config.preferences import command_problems
+from lightrl.config.preferences import of_command
 from lightrl.config.schema import Config, DataConfig
 from lightrl.data import PromptSource
 from lightrl.data.source import RowSet
 from lightrl.distributed.fsdp import set_gradient_sync
 from lightrl.distributed.mesh import deal, init_world, set_deterministic
-from lightrl.errors import UserError
+from lightrl.errors import UserError, end
 from lightrl.models import load
 from lightrl.models.registry import stock_notice
 from lightrl.observe.console import Columns, Console
 from lightrl.observe.metrics import Tally
 from lightrl.observe.timing import StageTimer
-from lightrl.observe.trackers import Trackers
 from lightrl.training import run_folder, setup
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
 from lightrl.training.evaluate import set_data
+from lightrl.training.hooks import OnStep, load_on_step
 from lightrl.training.loop import Loop, State
 from lightrl.training.optim import build_optimizer, build_schedule, optimizer_step
 from lightrl.training.packing import TrainSample
 from lightrl.training.policy import AdaptersOff, Policy
+from lightrl.training.probe import StepProbe
 from lightrl.training.value_model import ValueModel
 from lightrl.types import Microbatch
 
 _OF_RL = (
-    "reward", "rollout", "agent", "sandbox", "engine", "sync", "algorithm", "correction", "teacher", "critic",
-    "critic_optim", "dump", "debug",
+    "reward", "rollout", "agent", "endpoint", "sandbox", "engine", "sync", "algorithm", "correction", "teacher",
+    "critic", "critic_optim", "dump", "debug",
 )  # fmt: skip
-_KEYS_OF_RL = ("run.on_step", "eval.url", "log.timeline_steps", "log.profile_steps")
+_KEYS_OF_RL = ("lora.sync", "parallel.offload", "parallel.offload_host_gib", "log.timeline_steps")
 _COMMANDS = ("sft", "dpo", "rm")
 _EVAL_BATCH = 256  # rows of a set that are planned and packed together
 
@@ -72,7 +73,7 @@ class OfflineTrainer(ABC, Generic[Row]):
     """A run on given rows. Under torchrun and, as a world of one, in plain Python or a notebook.
 
     Everything that can be wrong with config and data is found before the model loads; with `claim`, so is a `run_dir`
-    that another run has or that cannot be resumed.
+    that another run has or that cannot be resumed. `on_step` is called in place of `run.on_step`.
 
     A kind of training says what its rows are (`read`), its model (`load_model`), which of it each row feeds
     (`samples`), and the loss (`terms`).
@@ -85,9 +86,9 @@ class OfflineTrainer(ABC, Generic[Row]):
     one_unit_a_row: ClassVar[bool] = False
     """The samples of a row are computed in one microbatch, as the loss compares them."""
 
-    def __init__(self, config: Config, *, claim: bool = False) -> None:
+    def __init__(self, config: Config, *, on_step: OnStep | None = None, claim: bool = False) -> None:
         setup.check(config)
-        if problems := command_problems(config, self.command):
+        if problems := of_command(config, self.command):
             raise UserError("; ".join(f"{key}: {text}" for key, text in problems))
         self.config, self.section = config, getattr(config, self.command)
         parallel = config.parallel
@@ -99,7 +100,9 @@ class OfflineTrainer(ABC, Generic[Row]):
         self.run_dir = self.loop.run_dir
         self.steps_done = 0
         self._torn = False  # an update was interrupted: weights and gradients are between two steps
-        with self.loop.opening():
+        with self.loop.opening() as held:
+            self.probe = StepProbe(config.log, self.run_dir, self.world, load_on_step(config.run.on_step, on_step))
+            held.callback(end, self.probe.close)
             self._load_data()
             self.check_models()
             self.loop.check_resume(self.source)
@@ -169,7 +172,7 @@ class OfflineTrainer(ABC, Generic[Row]):
         """One update on these rows (all ranks get the same). Returns the step's metrics."""
         if self._torn:
             raise UserError(f"a step was interrupted in its update: make a new {type(self).__name__}, which resumes")
-        tally, timer = Tally(), StageTimer()
+        tally, timer = Tally(), self.probe.begin(self.steps_done + 1)
         with timer("pack"):
             batch = self.pack(rows)
         with timer("train"):
@@ -183,7 +186,7 @@ class OfflineTrainer(ABC, Generic[Row]):
         metrics = Tally.merged(self.world.gather(tally.to_dict())).result() | timer.metrics()
         if metrics.get("time/total"):
             metrics["perf/tokens_per_second"] = metrics[f"{self.command}/tokens"] / metrics["time/total"]
-        return metrics | setup.peak_memory(self.world)
+        return self.probe.finish(self.steps_done, (), metrics | setup.peak_memory(self.world))
 
     def pack(self, rows: Sequence[Row]) -> list[Microbatch]:
         """This rank's microbatches of one update on these rows: as many on every rank."""
@@ -313,12 +316,6 @@ class OfflineTrainer(ABC, Generic[Row]):
         """The same to `hf/step_N`."""
         run_folder.export_step(self.model, self.config, self.steps_done, self.world)
 
-    def after_step(self, trackers: Trackers, *, last: bool) -> None:
-        """Nothing more."""
-
-    def finish(self, trackers: Trackers) -> None:
-        """Nothing more."""
-
     def load_checkpoint(self, folder: Path) -> None:
         """Take weights, optimizer, schedule, data position and random state from one checkpoint folder."""
         extra = self.loop.load(folder, self)
@@ -332,7 +329,7 @@ class OfflineTrainer(ABC, Generic[Row]):
         return State(model=self.model.module, optimizer=self.optimizer, extra=extra)
 
     def close(self) -> None:
-        """Free the folder, if it was claimed."""
+        """Write a profile that is under way, and free the folder if it was claimed."""
         self.loop.close()
 
     def _schedule(self) -> LambdaLR:

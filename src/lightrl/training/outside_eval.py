@@ -1,4 +1,4 @@
-"""Evaluation by a service elsewhere (`eval.url`): it is told where a checkpoint is, and answers with metrics.
+"""Evaluation by a service elsewhere (`[evaluator]`): it is told where a checkpoint is, and answers with metrics.
 
 Training goes on meanwhile, and nothing that the service does ends it: what fails is counted and told.
 """
@@ -120,7 +120,7 @@ class OutsideEvaluation:
     """The run's side. One checkpoint is with the service at a time; of those that come meanwhile the newest waits."""
 
     def __init__(self, config: Config, run_dir: Path, world: World, console: Console) -> None:
-        self._config, self._run_dir, self._world, self._console = config.eval, run_dir, world, console
+        self._config, self._run_dir, self._world, self._console = config.evaluator, run_dir, world, console
         self._hf_every = config.checkpoint.hf_every
         self._evaluator = make_evaluator(config)
         self._running: tuple[int, float, Future[dict[str, float]]] | None = None
@@ -129,7 +129,7 @@ class OutsideEvaluation:
 
     def is_due(self, step: int, last: bool) -> bool:
         """The same on all ranks."""
-        return self._evaluator is not None and (last or step % self._config.url_every == 0)
+        return self._evaluator is not None and (last or step % self._config.every == 0)
 
     def submit(self, step: int, export: Callable[[Path], None]) -> None:
         """Export the step, unless the run did, and send its place. A collective."""
@@ -141,7 +141,7 @@ class OutsideEvaluation:
         if self._waiting is not None:
             self._skipped += 1
             skipped, last = self._waiting[0], self._running[0] if self._running else step
-            self._console.warning(f"eval.url: step {skipped} is left out: the evaluator is still at step {last}")
+            self._console.warning(f"evaluator.url: step {skipped} is left out: the evaluator is still at step {last}")
         self._waiting = step, folder
         self._go_on()
 
@@ -151,17 +151,17 @@ class OutsideEvaluation:
             return
         step, start, future = self._running
         self._running = None
-        found: dict[str, float] = {"eval/url_failures": self._failures, "eval/url_skipped": self._skipped}
+        found: dict[str, float] = {"evaluator/failures": self._failures, "evaluator/skipped": self._skipped}
         if (error := future.exception()) is None:
             answer = future.result()
-            found |= answer | {"eval/url_seconds": time.monotonic() - start}
+            found |= answer | {"evaluator/seconds": time.monotonic() - start}
             shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in list(answer.items())[:6])
             self._console.notice(f"evaluator's metrics of step {step}: {shown}")
         else:
             self._failures += 1
-            found["eval/url_failures"] = self._failures
+            found["evaluator/failures"] = self._failures
             reason = str(error) if isinstance(error, EvaluatorError) else type(error).__name__
-            self._console.warning(f"eval.url: no metrics of step {step}: {reason}; the run goes on")
+            self._console.warning(f"evaluator.url: no metrics of step {step}: {reason}; the run goes on")
         trackers.log(step, found)
         self._go_on()
 
@@ -188,13 +188,13 @@ class OutsideEvaluation:
 
 
 def make_evaluator(config: Config) -> Evaluator | None:
-    """None without `eval.url`. UserError where its key is not in the environment."""
-    spec = config.eval
+    """None without `evaluator.url`. UserError where its key is not in the environment."""
+    spec = config.evaluator
     if spec.url is None:
         return None
     key = None
-    if spec.url_api_key_env is not None and not (key := os.environ.get(spec.url_api_key_env, "").strip()):
-        raise UserError(f"eval.url_api_key_env: the environment has no {spec.url_api_key_env}: export it, or drop this")
+    if spec.api_key_env is not None and not (key := os.environ.get(spec.api_key_env, "").strip()):
+        raise UserError(f"evaluator.api_key_env: the environment has no {spec.api_key_env}: export it, or drop this")
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise UserError(f"eval.url_api_key_env: {spec.url_api_key_env} holds characters that no HTTP header can have")
-    return Evaluator(url=spec.url, key=key, timeout=spec.url_timeout, retries=spec.url_retries)
+        raise UserError(f"evaluator.api_key_env: {spec.api_key_env} holds characters that no HTTP header can have")
+    return Evaluator(url=spec.url, key=key, timeout=spec.timeout, retries=spec.retries)

@@ -21,7 +21,15 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from lightrl.config.schema import Config, LoraConfig
-from lightrl.distributed.mesh import Part, World, close_world, find_part, init_world, job_store
+from lightrl.distributed.mesh import (
+    Part,
+    World,
+    close_world,
+    find_part,
+    init_world,
+    job_store,
+    set_deterministic,
+)
 from lightrl.engine.base import Engine
 from lightrl.errors import LostError, UserError
 from lightrl.models import load
@@ -124,6 +132,14 @@ def remote_engine(
     )
 
 
+def num_lost(engine: Engine) -> int:
+    """Engines of a `remote_engine` that are lost: several training ranks may miss the same."""
+    from lightrl.engine.remote.client import RemoteEngine
+
+    assert isinstance(engine, RemoteEngine)
+    return engine.num_lost
+
+
 # ---- on the ranks that generate
 
 
@@ -139,6 +155,7 @@ def serve_rollouts(config: Config) -> bool:
     if part.trains:
         return False
     setup.check(config)
+    set_deterministic(config.run.deterministic)
     world = init_world(config.run.device, timeout=config.parallel.timeout, rollout_ranks=config.parallel.rollout_ranks)
     _serve(config, world, part)
     close_world()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightrl.config.rundir import holds_run, used_dir_fault
+from lightrl.config.rundir import holds_run, newest_state, used_dir_fault
 from lightrl.config.schema import Config
+from lightrl.data import PromptSource
 from lightrl.distributed.mesh import World
 from lightrl.errors import UserError
 from lightrl.models import load, lora
@@ -19,9 +23,64 @@ from lightrl.models.export_adapter import export_adapter
 from lightrl.observe.console import Console
 from lightrl.observe.environment import environment, write_environment
 from lightrl.observe.trackers import Trackers, make_trackers
+from lightrl.training.checkpoint import others_fault
 from lightrl.training.policy import Policy
 from lightrl.training.run_config import write_config
 from lightrl.training.value_model import ValueModel
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def claim(run_dir: Path, world: World, warn: Callable[[str], None]) -> Iterator[None]:
+    """Keep `run_dir` for this run: two would mix their files. A collective.
+
+    UserError on every rank if another run has it. The system drops the lock with its process, however that ends.
+    Where the file system has no locks, `warn` is told and the run goes on.
+    """
+    from filelock import FileLock, Timeout
+
+    # Newer releases would make do with a marker file, which a run killed on another node leaves behind for good.
+    options: dict[str, Any] = {"fallback_to_soft": False}
+    known = signature(FileLock.__init__).parameters
+    lock, problem = FileLock(run_dir / ".lock", **{k: v for k, v in options.items() if k in known}), None
+    if world.is_main:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
+            problem = f"run.dir: another run is training in {run_dir}; wait for its end, or name another folder"
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                problem = f"run.dir: cannot write in {run_dir} ({error.strerror}); name another folder"
+            else:
+                warn(f"run.dir: {run_dir} cannot be locked ({error}): see that no other run trains in it")
+    try:
+        if problem := world.gather(problem)[0]:
+            raise UserError(problem)
+        yield
+    finally:
+        lock.release()
+
+
+def check_resume(run_dir: Path, source: PromptSource, world: World, others: Sequence[str] = ()) -> None:
+    """Look ahead to the checkpoint that the run will go on from, before a model is loaded for it. A collective.
+
+    UserError on every rank if it was made with other prompts, in another order, or with other models than `others`
+    beside the trained one.
+    """
+    problem = None
+    if world.is_main and (newest := newest_state(run_dir)) is not None:
+        try:
+            problem = others_fault(*newest, others)
+            ahead = PromptSource(source.prompts, seed=source.seed, shuffle=source.shuffle)
+            ahead.restore(newest[1]["extra"]["source"])
+        except UserError as error:
+            problem = str(error)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            problem = None  # damaged, which loading it will find
+    if problem := world.gather(problem)[0]:
+        raise UserError(problem)
 
 
 def refuse_used(run_dir: Path, world: World) -> None:

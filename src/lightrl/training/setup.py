@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from lightrl.config.load import model_fault
-from lightrl.config.rundir import newest_state, run_dir_fault
+from lightrl.config.rundir import run_dir_fault
 from lightrl.config.schema import (
     Config,
     CorrectionConfig,
@@ -24,7 +21,6 @@ from lightrl.config.schema import (
     ParallelConfig,
     RewardConfig,
 )
-from lightrl.data import PromptSource
 from lightrl.data.conversations import Conversation
 from lightrl.distributed.mesh import World, find_part, init_world
 from lightrl.distributed.offload import Offloader, TrainingState
@@ -47,7 +43,6 @@ if TYPE_CHECKING:
     from lightrl.training.teacher import Teacher
 
 UNKNOWN_CONTEXT = 1 << 20  # tokens, for a model whose config states no limit
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def check(config: Config) -> None:
@@ -114,56 +109,6 @@ def training_samples(config: Config) -> SamplingParams:
         top_logprobs=max(config.correction.score_centering_top_k, config.teacher.student_k),
         return_routing=config.correction.routing_replay == "rollout",
     )
-
-
-@contextmanager
-def claim(run_dir: Path, world: World, warn: Callable[[str], None]) -> Iterator[None]:
-    """Keep `run_dir` for this run: two would mix their files. A collective.
-
-    UserError on every rank if another run has it. The system drops the lock with its process, however that ends.
-    Where the file system has no locks, `warn` is told and the run goes on.
-    """
-    from filelock import FileLock, Timeout
-
-    # Newer releases would make do with a marker file, which a run killed on another node leaves behind for good.
-    options: dict[str, Any] = {"fallback_to_soft": False}
-    known = signature(FileLock.__init__).parameters
-    lock, problem = FileLock(run_dir / ".lock", **{k: v for k, v in options.items() if k in known}), None
-    if world.is_main:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=0)
-        except Timeout:
-            problem = f"run.dir: another run is training in {run_dir}; wait for its end, or name another folder"
-        except (OSError, NotImplementedError) as error:
-            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
-                problem = f"run.dir: cannot write in {run_dir} ({error.strerror}); name another folder"
-            else:
-                warn(f"run.dir: {run_dir} cannot be locked ({error}): see that no other run trains in it")
-    try:
-        if problem := world.gather(problem)[0]:
-            raise UserError(problem)
-        yield
-    finally:
-        lock.release()
-
-
-def check_resume(run_dir: Path, source: PromptSource, world: World) -> None:
-    """Look ahead to the checkpoint that the run will go on from, before a model is loaded for it. A collective.
-
-    UserError on every rank if it was made with other prompts, or in another order.
-    """
-    problem = None
-    if world.is_main and (newest := newest_state(run_dir)) is not None:
-        try:
-            ahead = PromptSource(source.prompts, seed=source.seed, shuffle=source.shuffle)
-            ahead.restore(newest[1]["extra"]["source"])
-        except UserError as error:
-            problem = str(error)
-        except (KeyError, TypeError, ValueError):
-            problem = None  # damaged, which loading it will find
-    if problem := world.gather(problem)[0]:
-        raise UserError(problem)
 
 
 def check_vocabulary(prompts: Iterable[Prompt | Conversation], tokenizer: Any, hf_config: Any) -> None:

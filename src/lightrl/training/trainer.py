@@ -7,7 +7,6 @@ Every rank runs this same code. `Trainer.step` is the algorithm; `Trainer.train`
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,23 +15,22 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightrl.config.engines import unused_by_engine
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
 from lightrl.distributed.mesh import deal, set_deterministic
-from lightrl.engine.base import Engine, EngineLostError, Restartable
+from lightrl.distributed.offload import TrainingState
+from lightrl.engine.base import Engine
 from lightrl.errors import UserError, end
 from lightrl.models import load
 from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
-from lightrl.observe.metrics import Tally, agent_metrics, rollout_metrics, with_sample_size
+from lightrl.observe.metrics import Tally, agent_metrics, rollout_metrics, step_metrics
 from lightrl.observe.timing import StageTimer
-from lightrl.observe.trackers import Trackers
 from lightrl.rewards import Scorer, check_labels
 from lightrl.rollout.agent import sampler_of
 from lightrl.rollout.collect import Sampler, apply_truncation
-from lightrl.rollout.ranks import Collection
 from lightrl.rollout.selection import Selection
-from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training import replay, run_folder, setup
 from lightrl.training.advantage import Advantages, finish_advantages, overlong_metrics, set_advantages
 from lightrl.training.balance import CostModel
@@ -44,11 +42,10 @@ from lightrl.training.hooks import Hooks, LoadedHooks, load_hooks
 from lightrl.training.loop import Loop, State
 from lightrl.training.objective import Objective, normalize_weights
 from lightrl.training.optim import advance, build_optimizer, build_schedule
-from lightrl.training.outside_eval import OutsideEvaluation
 from lightrl.training.packing import TrainSample
 from lightrl.training.probe import Probe
 from lightrl.training.rollout_ranks import meet_rollout_ranks, remote_engine
-from lightrl.training.rollouts import CarriedRollouts, check_staleness, mask_older
+from lightrl.training.rollouts import Rollouts, check_staleness, mask_older
 from lightrl.training.teacher import Teacher, check_teacher
 from lightrl.training.update import mismatch_metrics, update
 from lightrl.types import Microbatch, Prompt, SampleGroup
@@ -59,7 +56,7 @@ class Trainer:
 
     Works under torchrun and, as a world of one, in plain Python or a notebook. Everything that can be wrong with
     config, data and rewards is found before the model loads. So is, with `claim`, a `run_dir` that another run has or
-    that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone. With `only_evaluate`
+    that cannot be resumed: it is then this trainer's up to `close`, and not during `train` alone. With `only_sample`
     it does without a teacher.
     """
 
@@ -70,12 +67,12 @@ class Trainer:
         reward: Callable[..., Any] | None = None,
         hooks: Hooks | None = None,
         claim: bool = False,
-        only_evaluate: bool = False,
+        only_sample: bool = False,
     ) -> None:
         config = without_engine(config)
         setup.check(config)
         self.config = config
-        self._has_teacher = config.teacher.enabled and not only_evaluate
+        self._has_teacher = config.teacher.enabled and not only_sample
         self.world = setup.join_world(config)
         self.console = Console(config.log, enabled=self.world.is_main)
         self.loop = Loop(config, self.world, self.console, claim=claim, ended_by="run.steps")
@@ -89,7 +86,7 @@ class Trainer:
             for rank in self.rollout_ranks:
                 self._held.callback(end, rank.close)
             self._load_data(reward, load_hooks(config, hooks))
-            self.loop.check_resume(self.source)
+            self.loop.check_resume(self.source, ["critic"] if config.algorithm.estimator.critic else [])
             self._load_model()
 
     def _load_data(self, reward: Callable[..., Any] | None, hooks: LoadedHooks) -> None:
@@ -131,7 +128,6 @@ class Trainer:
         self.filter, self.generate = hooks.filter, hooks.generate
         self.probe = Probe(config, self.run_dir, self.world, self.scorer, hooks.on_step)
         self._held.callback(end, self.probe.close)
-        self.outside = OutsideEvaluation(config, self.run_dir, self.world, self.console)
         self.advantages = Advantages.load(config.algorithm, config.rollout.max_response_tokens)
         self.objective = Objective.of(config.algorithm, config.correction, config.teacher)
         if reward is None and not (self.agent is not None and self.agent.gives_reward):
@@ -155,21 +151,20 @@ class Trainer:
         self.teacher = Teacher.build(config, self.world, size) if self._has_teacher else None
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.schedule = self._schedule(steps_done=0)
-        self.state = setup.training_state(
+        state = setup.training_state(
             config.parallel, self.policy, self.reference, self.optimizer, self.critic, self.teacher
         )
-        self._held.callback(end, lambda: self.state.close())
-        self.engine = self._build_engine()
+        self._held.callback(end, state.close)
+        engine = self._build_engine(state)
+        self.rollouts = Rollouts.build(config, engine, self.world, self.policy, state)
         self._held.callback(end, lambda: self.engine.close())
-        self.carried = CarriedRollouts.build(config, self.engine, self.world, self.policy, self.state)
-        if self.carried is not None:
-            self._held.callback(end, self.carried.close)
+        self._held.callback(end, self.rollouts.close)
         self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
         self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
         for text in setup.warnings(config, self.policy, self.tokenizer, len(self.prompts)):
             self.console.warning(text)
 
-    def _build_engine(self) -> Engine:
+    def _build_engine(self, state: TrainingState) -> Engine:
         config, routing = self.config, self.sampling.return_routing
         if self.rollout_ranks:
             ranks, context = self.rollout_ranks, self.context_length
@@ -184,10 +179,15 @@ class Trainer:
             world=self.world,
             run_dir=self.run_dir,
             seed=setup.engine_seed(config.run),
-            state=self.state,
+            state=state,
             return_routing=routing,
             idle=self.dumped is not None,
         )
+
+    @property
+    def engine(self) -> Engine:
+        """What samples."""
+        return self.rollouts.engine
 
     # ---- one step ----
 
@@ -201,11 +201,11 @@ class Trainer:
                 "a step was interrupted in its updates: make a new Trainer, which resumes from a checkpoint"
             )
         tally, timer = Tally(), self.probe.begin(self.steps_done + 1)
-        if self.carried is not None:
+        if self.rollouts.carries:
             with timer("generate"):
-                self.carried.settle()
+                self.rollouts.settle()
         with timer("sync"):
-            self._sync_engine()
+            self.rollouts.sync(self.policy_version)
         selection = self.selection(prompts, source)
         with timer("generate"):
             groups = self.collect(prompts, selection)
@@ -215,7 +215,7 @@ class Trainer:
             check_staleness(groups, self.policy_version, self.config.rollout.staleness, tally)
         self.probe.collected(self.steps_done + 1, groups, selection)
         with timer("sync"):
-            self._take_back()
+            self.rollouts.release()
         with timer("train"):
             set_advantages(groups, self.advantages)
             if self.teacher is not None:
@@ -302,37 +302,30 @@ class Trainer:
         rollout, selection = self.config.rollout, selection or self.selection(prompts)
         if self.dumped is not None:
             return self.dumped.groups(self.steps_done + 1, selection, self.world)
-        mine = deal(self.world, prompts, self.config.ranks_per_engine)
+        mine = deal(self.world, prompts, self.rollouts.ranks_per_engine)
         total = len(mine) * rollout.group_size if self.filter is None else None
         steps_left = self.config.run.steps - self.steps_done - 1
         with self.console.progress("generating", total=total) as bar:
-            groups = self._collection(
+            groups = self.rollouts.collection(
+                self._sampler,
                 steps_left=max(steps_left, 0),
                 selection=selection,
-                world=self.world,
-                ranks_per_engine=self.config.ranks_per_engine,
                 judge=self.filter,
                 prepare=lambda group: apply_truncation([group], rollout.truncated),
-                draw_early=self.config.engine.kind != "transformers",  # the embedded engine repeats to the last bit
                 on_group=lambda group: bar.advance(rollout.group_size),
-                on_restart=self._tell_restart,
-                restart=self._restart_engine,
-            ).run(self._renew_engine)
+                on_restart=self.console.restarted,
+            ).run(partial(self.rollouts.renew, self.policy_version))
         self.scorer.check_failures(self.world.gather(self.scorer.take_stats()))
-        self._check_selection(selection)
+        if (text := selection.shortage()) is not None:
+            self.console.warning(f"step {self.steps_done + 1}: {text}")
         if rollout.partial == "mask":
             mask_older(groups, self.policy_version)
         return groups
 
-    def _collection(self, steps_left: int, **parts: Any) -> Collection:
-        if self.carried is not None:
-            return self.carried.collection(self._sampler, steps_left=steps_left, **parts)
-        return Collection(sampler=self._sampler(self.engine), **parts)
-
     def _sampler(self, engine: Engine) -> Sampler:
         return sampler_of(
             self.agent,
-            together=self.config.engine.kind == "transformers" and self.carried is None,
+            together=self.config.engine.kind == "transformers" and self.rollouts.repeats,
             engine=engine,
             sampling=self.sampling,
             group_size=self.config.rollout.group_size,
@@ -340,44 +333,8 @@ class Trainer:
             decode=self.decode,
             seed=self.config.run.seed,
             generate=self.generate,
-            watch=self.probe.watch if self.carried is None else self.probe.watch_any,
+            watch=self.probe.watch_any if self.rollouts.carries else self.probe.watch,
         )
-
-    def _check_selection(self, selection: Selection) -> None:
-        """Too few groups that pass are worth a warning; none at all ends the run."""
-        if len(selection.kept) == selection.wanted:
-            return
-        text = (
-            f"rollout.filter: {len(selection.kept)} of {selection.num_drawn} prompts in {selection.num_draws} draws "
-            f"passed, {selection.wanted} are wanted"
-        )
-        if not selection.kept:
-            raise UserError(f"{text}: nothing to train on; look at the samples' rewards, or raise rollout.max_draws")
-        self.console.warning(f"step {self.steps_done + 1}: {text}; raise rollout.max_draws or oversample_prompts")
-
-    def _sync_engine(self) -> None:
-        """Give the engine the present weights. One that was lost while it idled is restarted when it is to generate."""
-        with contextlib.suppress(EngineLostError):
-            self._renew_engine(again=False)
-
-    def _renew_engine(self, again: bool = True) -> None:
-        """`again`: also one that has them, as an engine was started anew."""
-        if self.carried is not None:
-            self.carried.sync(self.policy_version, again=again)
-        else:
-            sync_weights(self.policy, self.engine, self.policy_version, self.state)
-
-    def _restart_engine(self) -> None:
-        """In place of one that was lost. The training state is still on the GPU where that was not while generating."""
-        assert isinstance(self.engine, Restartable)
-        if not self.rollout_ranks:
-            setup.make_room(self.config.engine, self.policy, self.state)
-        self.engine.restart()
-
-    def _tell_restart(self, count: int, why: str) -> None:
-        engines = "an engine died and is" if count == 1 else f"{count} engines died and are"
-        reason = f": {why}" if why else ""
-        self.console.warning(f"{engines} started anew; answers that were lost are sampled again{reason}")
 
     def pack(self, groups: Sequence[SampleGroup]) -> list[list[Microbatch]]:
         """This rank's microbatches of every update of the step."""
@@ -423,17 +380,8 @@ class Trainer:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _metrics(self, tally: Tally, times: dict[str, float], num_updates: int) -> dict[str, float]:
-        metrics = with_sample_size(Tally.merged(self.world.gather(tally.to_dict())).result())
-        for name in ("loss/total", "loss/policy", "critic/loss"):
-            if name in metrics:
-                metrics[name] /= num_updates
-        tokens = metrics.get("rollout/response_tokens", 0.0)
-        for name, stage in (("tokens", "total"), ("generated_tokens", "generate"), ("trained_tokens", "train")):
-            if times.get(f"time/{stage}"):
-                metrics[f"perf/{name}_per_second"] = tokens / times[f"time/{stage}"]
-        if self.carried is not None:
-            metrics |= self.carried.take_metrics()
-        return metrics | times | setup.peak_memory(self.world)
+        metrics = step_metrics(Tally.merged(self.world.gather(tally.to_dict())), times, num_updates)
+        return metrics | self.rollouts.take_metrics() | times | setup.peak_memory(self.world)
 
     # ---- the run ----
 
@@ -453,40 +401,26 @@ class Trainer:
         with self.source.dealt(self.config.rollout.prompts_per_draw) as prompts:
             return self.step(prompts, self.source)
 
-    def after_step(self, trackers: Trackers, *, last: bool) -> None:
-        """Hand the weights to an evaluator elsewhere, and log what it has said since."""
-        self.outside.log(trackers)
-        if self.outside.is_due(self.steps_done, last):
-            self.outside.submit(self.steps_done, partial(self.export, replace=True))
-
-    def finish(self, trackers: Trackers) -> None:
-        """Wait for the evaluator elsewhere."""
-        self.outside.finish(trackers)
-
     def evaluate(self) -> dict[str, float]:
         """Metrics of all `[[eval.sets]]` for the present weights."""
         timer = StageTimer()
         with timer("evaluate"):
-            self._sync_engine()
+            self.rollouts.sync(self.policy_version)
             metrics = evaluate(
-                self.engine if self.carried is None else self.carried.engine,
+                self.rollouts,
                 self.eval_sets,
                 world=self.world,
                 decode=self.decode,
                 seed=self.config.run.seed,
                 step=self.steps_done,
+                version=self.policy_version,
                 console=self.console,
                 writer=self.writer,
-                ranks_per_engine=self.config.ranks_per_engine,
-                renew=self._renew_engine,
-                on_restart=self._tell_restart,
-                restart=self._restart_engine,
                 generate=self.generate,
                 agent=self.agent,
                 together=self.config.engine.kind == "transformers",
-                run_on=None if self.carried is None else self.carried.run,
             )
-            self._take_back()
+            self.rollouts.release()
         self.console.evaluation(self.steps_done, metrics)
         return metrics | {"time/evaluate": timer.seconds("evaluate")}
 
@@ -495,7 +429,7 @@ class Trainer:
 
         A folder that is not empty is a UserError; `replace` swaps it for the new one, whatever it holds.
         """
-        self._take_back()
+        self.rollouts.release()
         run_folder.export_model(self.policy, Path(folder), self.world, replace=replace)
 
     def load_checkpoint(self, folder: Path, *, weights_only: bool = False) -> None:
@@ -503,9 +437,8 @@ class Trainer:
 
         `weights_only`, to evaluate: training data may be another than the checkpoint's.
         """
-        self._take_back()
-        if self.carried is not None:
-            self.carried.forget()
+        self.rollouts.release()
+        self.rollouts.forget()
         extra = self.loop.load(folder, self, weights_only=weights_only)
         self.steps_done, self.policy_version = extra["step"], extra["policy_version"]
         self.groups_done = extra["groups"]
@@ -527,17 +460,10 @@ class Trainer:
 
     def export_step(self) -> None:
         """Policy and critic to `hf/step_N` and beside it; what was there is replaced."""
-        self._take_back()
+        self.rollouts.release()
         run_folder.export_step(self.policy, self.config, self.steps_done, self.world)
         if self.critic is not None:
             self.critic.export(self.run_dir / "hf" / f"step_{self.steps_done:06d}_critic", replace=True)
-
-    def _take_back(self) -> None:
-        """Weights and training state are in place. They were lent, or away, where a step or an evaluation broke off."""
-        if self.carried is not None:
-            self.carried.release()
-        else:
-            release_engine(self.policy, self.engine, self.state)
 
     def close(self) -> None:
         """Free engine, reward workers and, if it was claimed, the folder."""
@@ -552,6 +478,8 @@ class Trainer:
         for prompts in (self.prompts, *(s.prompts for s in self.eval_sets)):
             if prompts.notice:
                 self.console.notice(prompts.notice)
+        if self.dumped is None and (unused := unused_by_engine(self.config)):
+            self.console.notice(f"not used by engine.kind = {self.config.engine.kind!r}: {', '.join(unused)}")
         self.console.settings("LightRL", setup.summary(self.config, self.world, self.policy, self.prompts))
 
     def _schedule(self, steps_done: int) -> LambdaLR:

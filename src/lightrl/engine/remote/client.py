@@ -280,10 +280,10 @@ class RemoteEngine:
     def abort(self, request_id: str | None = None) -> None:
         """End one request, or all: what was sampled so far returns with `Status.ABORTED`."""
         self._flush()
+        names = list(self._live) if request_id is None else [request_id]
         for number, engine in enumerate(self._engines):
-            names = [name for name, place in self._live.items() if place == number and request_id in (None, name)]
-            if names:
-                engine[0].send("abort", requests=names)
+            if mine := [name for name in names if self._live.get(name) == number]:
+                engine[0].send("abort", requests=mine)
 
     # ---- weights
 
@@ -354,7 +354,12 @@ class RemoteEngine:
     @property
     def lost(self) -> bool:
         """Whether an engine is known to be lost."""
-        return any(rank.is_lost_engine for rank in self._ranks)
+        return self.num_lost > 0
+
+    @property
+    def num_lost(self) -> int:
+        """Engines that are known to be lost."""
+        return sum(engine[0].is_lost_engine for engine in self._engines)
 
     def restart(self) -> None:
         """New engines in the place of those that are lost, on their own ranks. Once, whoever else asks for it."""
