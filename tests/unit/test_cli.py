@@ -486,7 +486,8 @@ def test_threads_of_a_run_sleep_while_they_wait(chosen: str | None, policy: str)
         "import os, sys, types; from lightrl.cli import main\n"
         "class Trainer:\n"
         "    def __init__(self, config, **more): print(os.environ.get('OMP_WAIT_POLICY')); sys.exit(7)\n"
-        "for name, part in (('distributed.mesh', 'close_world'), ('training.trainer', 'Trainer')):\n"
+        "for name, part in (('distributed.mesh', 'close_world'), ('training.rollout_ranks', 'serve_rollouts'),\n"
+        "                   ('training.trainer', 'Trainer')):\n"
         "    sys.modules['lightrl.' + name] = types.SimpleNamespace(**{part: Trainer})\n"
         f"main(['train', *{READY}])"
     )

@@ -47,7 +47,7 @@ def recorded(rows: int) -> Tensor:
 def complete(
     answer: dict[str, Any], shape: RoutingShape | None = SHAPE, stops: Stops | None = None, wanted: bool = True
 ) -> Any:
-    model = SimpleNamespace(eos_token_ids=[2], routing=shape)
+    model = SimpleNamespace(eos_token_ids=[2], routing=shape, context_length=99)
     sampling = SamplingParams(max_new_tokens=3, return_routing=wanted)
     request = GenerateRequest(id="r", tokens=[5, 6], sampling=sampling)
     output = json.loads(json.dumps(fields_of(answer, False)))  # its way from the process that holds SGLang
