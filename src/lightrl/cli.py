@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lightrl import cli_looking, ending
+from lightrl import cli_looking, cli_serve, ending
 from lightrl.errors import LostError, UserError
 from lightrl.threads import sleep_while_waiting
 
@@ -44,6 +44,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show, check or list the configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 cli_looking.register(app)
+cli_serve.register(app, context_settings=_RAW, options_metavar=f"{_CONFIG_ARGS} [OPTIONS]", epilog=_CONFIG_EPILOG)
 
 
 @app.callback()

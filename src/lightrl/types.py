@@ -87,7 +87,8 @@ class Sample:
     policy_versions: list[int] = field(default_factory=list)
     """Policy versions that produced tokens of this response, oldest first."""
     version_tokens: list[int] | None = None
-    """How many tokens of the response each of `policy_versions` gave, where an answer was resumed with newer ones."""
+    """How many tokens of the response each of `policy_versions` gave, where weights changed in the middle. Tokens that
+    were given count with the turn before them."""
     status: Status = Status.COMPLETED
     reward: float | None = None
     """None until scored, and for a failed sample."""

@@ -26,8 +26,9 @@ RULES = {
     # the lazy names
     "": " | lightrl.config lightrl.errors lightrl.rollout.hooked lightrl.training lightrl.types",
     "__main__": "lightrl.cli |",
-    "cli": "typer lightrl.errors lightrl.ending lightrl.threads lightrl.cli_looking | lightrl",
+    "cli": "typer lightrl.errors lightrl.ending lightrl.threads lightrl.cli_looking lightrl.cli_serve | lightrl",
     "cli_looking": "typer lightrl.errors | rich lightrl",
+    "cli_serve": "typer lightrl.ending lightrl.threads | lightrl",
     "ending": "lightrl.errors | torch.distributed.elastic",
     "doctor": "| rich torch lightrl.training.policy lightrl.engine.sglang_versions",
     "errors": "|",

@@ -368,15 +368,6 @@ def test_a_background_thread_that_ended_is_told_and_an_interrupt_cancels_its_wor
             {"rollout": {"schedule": "async"}, "engine": {"kind": "sglang"}, "correction": TIS},
             ["rollout.schedule", "engine.kind = 'sglang'"],
         ),
-        (
-            {
-                "rollout": {"schedule": "async"},
-                "agent": {"environment": "a.b:C"},
-                "correction": TIS,
-                "data": {"path": "nothing", "apply_chat_template": True},
-            },
-            ["rollout.schedule", "agent.environment"],
-        ),
         ({"rollout": {"max_staleness": 2}}, ["rollout.max_staleness", "rollout.schedule = 'async'"]),
         (
             {"rollout": {"schedule": "async", "partial": "correct"} | {"filter": "nonzero_std"}, "correction": TIS},

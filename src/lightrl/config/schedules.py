@@ -23,10 +23,6 @@ def of_rollouts(config: Config) -> list[tuple[str, str]]:
             "engine.kind = 'sglang_server', with servers on other GPUs, or rollout.schedule = 'sync'"
         )
         problems.append(("rollout.schedule", text))
-    if rollout.carries and config.agent.enabled:
-        key = "rollout.schedule" if rollout.schedule != "sync" else "rollout.partial"
-        text = "agent.environment and agent.tools play whole episodes within a step: set rollout.schedule = 'sync' and "
-        problems.append((key, f"{text}rollout.partial = 'drop'"))
     problems += _of_partial(config)
     old = rollout.staleness > 0 and rollout.partial != "mask"
     if old and not config.correction.reads_rollout_logprobs:
@@ -50,6 +46,9 @@ def _of_partial(config: Config) -> list[tuple[str, str]]:
         problems.append(("rollout.partial", text))
     elif rollout.filter == "none":
         problems.append(("rollout.partial", f"{how}: without a rollout.filter nothing is aborted: set one, or drop it"))
+    if config.agent.enabled:  # an episode could be held only with the state of its tools, or of a program outside
+        text = f"{how}: episodes of agent.environment or agent.tools are not held, as their environments go on: "
+        problems.append(("rollout.partial", f"{text}set 'drop', or rollout.schedule = 'async'"))
     if rollout.partial == "mask" and rollout.generate != "none":
         text = f"{how} needs to know which weights drew each token, which rollout.generate does not say"
         problems.append(("rollout.partial", f"{text}: choose 'correct'"))

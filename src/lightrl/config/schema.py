@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from lightrl.config import rules
 from lightrl.config.agent import AgentConfig as AgentConfig
 from lightrl.config.agent import SandboxConfig as SandboxConfig
-from lightrl.config.agent import of_agents
+from lightrl.config.agent import of_agents, of_serving
 from lightrl.config.correction import CorrectionConfig as CorrectionConfig
 from lightrl.config.endpoint import EndpointConfig as EndpointConfig
 from lightrl.config.endpoint import of_endpoints
@@ -382,8 +382,8 @@ class Config:
     dump: DumpConfig = field(default_factory=DumpConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
-    def validate(self) -> list[tuple[str, str]]:
-        """Rules between sections, as (key, what is wrong and what to do); empty when all hold."""
+    def validate(self, command: str = "train") -> list[tuple[str, str]]:
+        """Rules between sections, as (key, what is wrong and what to do); empty when all hold. Of `command`, if any."""
         problems: list[tuple[str, str]] = []
         if self.algorithm.minibatches_per_step > self.rollout.prompts_per_step:
             problems.append(
@@ -404,7 +404,8 @@ class Config:
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + of_evaluation(self)
         problems += rules.of_advantages(self) + rules.of_critics(self) + rules.of_shared_rows(self)
         problems += rules.of_losses(self) + rules.of_corrections(self) + rules.of_teachers(self) + of_lora(self)
-        problems += of_looking(self) + of_agents(self) + of_endpoints(self) + of_rollouts(self)
+        problems += of_looking(self) + of_rollouts(self)
+        problems += of_serving(self) if command == "serve" else of_agents(self) + of_endpoints(self)
         for name in ("wandb_project", "wandb_name"):
             if getattr(self.log, name) is not None and "wandb" not in self.log.trackers:
                 problems.append((f"log.{name}", "add 'wandb' to log.trackers"))
@@ -412,11 +413,11 @@ class Config:
             problems.append(("checkpoint.best_metric", "only used with checkpoint.keep_best > 0: set it, or drop this"))
         return problems
 
-    def required(self) -> list[tuple[str, str]]:
-        """Keys that training cannot do without and that are not set."""
+    def required(self, command: str = "train") -> list[tuple[str, str]]:
+        """Keys that the command cannot do without and that are not set."""
         missing = []
         if not self.model.path:
             missing.append(("model.path", "name a Hugging Face checkpoint (hub name or folder)"))
-        if not self.data.path:
+        if not self.data.path and command != "serve":
             missing.append(("data.path", "name a prompt set (jsonl, parquet, folder or hub dataset)"))
         return missing

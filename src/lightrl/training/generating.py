@@ -14,10 +14,10 @@ from lightrl.training.trainer import Trainer
 from lightrl.types import SampleGroup
 
 
-def check_out(out: Path) -> None:
+def check_out(out: Path, what: str = "generate: --out") -> None:
     """UserError for a folder that has rollouts: two dumps would mix."""
     if out.exists() and (not out.is_dir() or any(out.glob("step_*.jsonl*"))):
-        raise UserError(f"generate: --out: {out} holds something already; name a new folder, or remove it")
+        raise UserError(f"{what}: {out} holds something already; name a new folder, or remove it")
 
 
 def generate(config: Config, out: Path, *, steps: int, checkpoint: Path | None) -> Path:

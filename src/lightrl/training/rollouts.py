@@ -55,6 +55,11 @@ class Rollouts:
         """The engine, as samplers see it."""
         return self.engine
 
+    @property
+    def repeats(self) -> bool:
+        """What is sampled together does not depend on how long training takes."""
+        return True
+
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """To its end, where the engine works."""
         return run_async(work)
@@ -136,6 +141,10 @@ class CarriedRollouts(Rollouts):
         """It can hold their answers."""
         return self._pausable
 
+    @property
+    def repeats(self) -> bool:
+        return self._waits_for_all or self._config.rollout.staleness == 0
+
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """To its end, where the engine works. The time counts as waited for."""
         start = time.perf_counter()
@@ -202,17 +211,33 @@ class CarriedRollouts(Rollouts):
 
 
 def check_staleness(groups: Sequence[SampleGroup], version: int, limit: int, tally: Tally) -> None:
-    """Tell how many versions ago each sample's oldest token was drawn. RuntimeError beyond `limit`."""
+    """Tell how many versions ago the oldest token of each sample, or of its episode, was drawn.
+
+    RuntimeError beyond `limit`.
+    """
+    oldest: dict[tuple[int, int, bool], int] = {}
+    for sample in (s for group in groups for s in group.samples if s.policy_versions):
+        key, drawn = _episode(sample), min(sample.policy_versions)
+        oldest[key] = min(drawn, oldest.get(key, drawn))
     for sample in (s for group in groups for s in group.scored if s.policy_versions):
-        age = version - min(sample.policy_versions)
+        drawn = oldest[_episode(sample)]
+        age = version - drawn
         if not 0 <= age <= limit:
             raise RuntimeError(
-                f"sample {sample.group_index}/{sample.index} has tokens of policy version "
-                f"{min(sample.policy_versions)}, the present one is {version}, and {limit} is the most that "
+                f"sample {sample.group_index}/{sample.index} has tokens of policy version {drawn}, the "
+                f"present one is {version}, and {limit} is the most that "
                 "[rollout] allows between them"
             )
         tally.add("rollout/staleness_mean", age)
         tally.add("rollout/staleness_max", age, kind="max")
+
+
+def _episode(sample: Sample) -> tuple[int, int, bool]:
+    """What a sample's tokens were drawn in: an episode with all its conversations, or an answer by itself."""
+    episode = sample.metadata.get("episode")
+    if isinstance(episode, int):  # not of a hook's own metadata
+        return sample.group_index, episode, True
+    return sample.group_index, sample.index, False
 
 
 def mask_older(groups: Sequence[SampleGroup], version: int) -> None:

@@ -313,7 +313,7 @@ class Trainer:
     def _sampler(self, engine: Engine) -> Sampler:
         return sampler_of(
             self.agent,
-            together=self.config.engine.kind == "transformers" and not self.rollouts.carries,
+            together=self.config.engine.kind == "transformers" and self.rollouts.repeats,
             engine=engine,
             sampling=self.sampling,
             group_size=self.config.rollout.group_size,
