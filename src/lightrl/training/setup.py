@@ -28,6 +28,7 @@ from lightrl.engine.base import SamplingParams
 from lightrl.errors import UserError
 from lightrl.models import load, lora
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
+from lightrl.models.value_head import load_value_config
 from lightrl.rollout import agent
 from lightrl.rollout.agent import Agent
 from lightrl.training.critic import Critic, critic_model
@@ -156,7 +157,7 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
     if config.algorithm.estimator.critic:
         model = critic_model(config)
         folder = load.resolve_checkpoint(model.path, model.revision, weights=False, key="critic.path")
-        load.load_value_config(folder, model.trust_remote_code)
+        load_value_config(folder, model.trust_remote_code)
 
 
 def reward_section(config: Config) -> RewardConfig:
