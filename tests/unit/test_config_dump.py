@@ -74,7 +74,7 @@ FULL = Config(
         compute_dtype="float32",
         activation_checkpointing=True,
         recompute_attention=True,
-        kernels="auto",
+        kernels="off",
         reference_path="ref",
         trust_remote_code=True,
     ),
