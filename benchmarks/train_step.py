@@ -8,6 +8,9 @@ chunks of 1,024 rows, torch's clipping and fused AdamW; rows of one length as a 
 holds ours against the same peer with the attention that torch chooses by itself. All: the same weights and tokens,
 float32 masters, bfloat16 compute (float32 on a CPU), in one process, in turns.
 
+Four blocks of a mixture of experts (`Qwen3-30B-A3B-stack`) have a small vocabulary, so that head and embedding cost
+nothing; the peer's experts are transformers' `grouped_mm`.
+
 MFU is model FLOPs over time and 989.4 TFLOP/s (H200, bfloat16 dense). Model FLOPs a token: 6 for each weight of a
 matrix product (blocks and head), and 6 x layers x heads x head size x row length for causal attention; what is
 recomputed does not count. `limit` is the rate at an MFU of 1. Peak memory is torch's, without what the other holds.
@@ -47,6 +50,7 @@ for folder in (HERE, HERE.parent / "src"):
         sys.path.insert(0, str(folder))
 
 import common  # noqa: E402
+import parallel_step  # noqa: E402
 import weight_sync  # noqa: E402
 
 PACKAGES = ("transformers", "triton", "flash-attn-4")
@@ -54,11 +58,18 @@ TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num
 SHAPES: dict[str, dict[str, Any]] = weight_sync.SHAPES | {
     "tiny": TINY | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "tie_word_embeddings": True}
 }
+MIXTURES = {  # a small vocabulary: of the blocks alone
+    "Qwen3-30B-A3B-stack": parallel_step.SHAPES["Qwen3-30B-A3B"] | {"num_hidden_layers": 4, "vocab_size": 1024},
+    "tiny-stack": parallel_step.SHAPES["tiny"] | {"num_hidden_layers": 2},
+}
+SHAPES |= MIXTURES
 GOALS = {("Qwen3-0.6B", 1): 2.0, ("Qwen3-4B", 1): 1.7, ("Qwen3-0.6B", 8): 1.7, ("Qwen3-4B", 8): 1.7}
+GOALS |= {("Qwen3-30B-A3B-stack", count): 1.5 for count in (1, 8)}
 PEAK = 989.4e12
 VARIANTS = {"kept": "attention kept", "all": "all recomputed", "none": "nothing recomputed"}  # in ours
 PEER = "transformers, FSDP2, SDPA flash"
 PEERS = {"peer": PEER, "peer_default": "transformers, FSDP2, SDPA as torch chooses"}
+OPTIONS = ("rows", "variants", "repeats", "device", "kernels", "profile", "compile_peer")
 CHUNK = 1024  # rows of the peer's logits at a time
 
 
@@ -71,6 +82,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="ranks; figures are per GPU")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--kernels", default="auto", choices=("auto", "off"), help="model.kernels of ours")
+    parser.add_argument("--compile-peer", action="store_true", help="the peer's blocks by torch.compile")
     parser.add_argument("--profile", action="store_true", help="also print what one step of ours runs on the GPU")
 
 
@@ -78,7 +90,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rates, and peak memory where there is a GPU."""
     rows: list[dict[str, Any]] = []
     for shape in args.shapes.split(","):
-        options = {k: getattr(args, k) for k in ("rows", "variants", "repeats", "device", "kernels", "profile")}
+        options = {k: getattr(args, k) for k in OPTIONS}
         measured = run_ranks(options | {"shape": shape}, args.gpus)
         print(json.dumps(measured), flush=True)
         for case in measured:
@@ -103,9 +115,11 @@ def make_rows(shape: str, gpus: int, case: dict[str, Any]) -> list[dict[str, Any
     rates = {who: [tokens / seconds for seconds in spent] for who, spent in case["seconds"].items()}
     mfu = {who: 100 * statistics.median(rates[who]) * flops / PEAK for who in rates if rates[who]}
     alone = not rates["peer"]
+    compiled = ", blocks compiled" if case.get("compiled") else ""
+    names = {who: None if alone else peer + compiled for who, peer in PEERS.items()}
     rows = [
         common.result_row(
-            name, "tokens/s/GPU", rates["ours"], rates[who], better="higher", peer_name=None if alone else PEERS[who],
+            name, "tokens/s/GPU", rates["ours"], rates[who], better="higher", peer_name=names[who],
             limit=round(PEAK / flops) if case["peak"]["ours"] else None, goal=GOALS.get((shape, case["count"])),
             note=note(mfu, who, alone) if case["peak"]["ours"] else "",
         )
@@ -113,8 +127,8 @@ def make_rows(shape: str, gpus: int, case: dict[str, Any]) -> list[dict[str, Any
     ]  # fmt: skip
     if case["peak"]["ours"]:
         peaks = ([case["peak"]["ours"]], [] if alone else [case["peak"]["peer"]])
-        peer_name, goal = (None, None) if alone else (PEER, 1.0)
-        rows.append(common.result_row(f"{name}: peak", "GiB", *peaks, better="lower", peer_name=peer_name, goal=goal))
+        goal, peer = None if alone else 1.0, names["peer"]
+        rows.append(common.result_row(f"{name}: peak", "GiB", *peaks, better="lower", peer_name=peer, goal=goal))
     return rows
 
 
@@ -126,7 +140,10 @@ def flops_per_token(shape: dict[str, Any], length: int) -> float:
     """Forward and backward, nothing twice."""
     width, layers = shape["hidden_size"], shape["num_hidden_layers"]
     heads, kv_heads = (shape[k] * shape["head_dim"] for k in ("num_attention_heads", "num_key_value_heads"))
-    block = width * (2 * heads + 2 * kv_heads + 3 * shape["intermediate_size"])
+    wide = 3 * shape["intermediate_size"]
+    if "num_experts" in shape:  # those that a token meets, and the router
+        wide = 3 * shape["num_experts_per_tok"] * shape["moe_intermediate_size"] + shape["num_experts"]
+    block = width * (2 * heads + 2 * kv_heads + wide)
     return 6 * (layers * block + shape["vocab_size"] * width) + 6 * layers * heads * length
 
 
@@ -135,13 +152,13 @@ def flops_per_token(shape: dict[str, Any], length: int) -> float:
 
 def measure(options: dict[str, Any], out: Path) -> None:
     import torch
-    from transformers import Qwen3Config
 
     from lightrl.distributed.mesh import close_world, init_world
 
     world = init_world(options["device"])
-    config = Qwen3Config(**SHAPES[options["shape"]] | {"max_position_embeddings": 1 << 17})
-    peer = Peer(config, world) if options.get("peer", "stock") == "stock" else None
+    config = model_config(options["shape"])
+    compiled = bool(options.get("compile_peer"))
+    peer = Peer(config, world, compiled=compiled) if options.get("peer", "stock") == "stock" else None
     cases = []
     for variant in options["variants"].split(","):
         ours = Ours(config, world, variant=variant, kernels=options["kernels"])
@@ -149,7 +166,7 @@ def measure(options: dict[str, Any], out: Path) -> None:
             length, count = map(int, rows.split("x"))
             g = torch.Generator().manual_seed(world.rank)
             tokens = torch.randint(config.vocab_size, (count, length + 1), generator=g)
-            case = {"variant": variant, "length": length, "count": count}
+            case = {"variant": variant, "length": length, "count": count, "compiled": compiled}
             cases.append(case | take_turns(world, ours, peer, tokens, options["repeats"]))
             if options["profile"]:
                 profile(world, ours.prepared(tokens))
@@ -157,6 +174,13 @@ def measure(options: dict[str, Any], out: Path) -> None:
     if world.is_main:
         out.write_text(json.dumps(cases))
     close_world()
+
+
+def model_config(shape: str) -> Any:
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    sizes = SHAPES[shape] | {"max_position_embeddings": 1 << 17}
+    return Qwen3MoeConfig(**sizes) if shape in MIXTURES else Qwen3Config(**sizes)
 
 
 def take_turns(world: Any, ours: Any, peer: Any, tokens: Any, repeats: int) -> dict[str, Any]:
@@ -279,7 +303,7 @@ class Ours(Trained):
 
 
 class Peer(Trained):
-    def __init__(self, config: Any, world: Any) -> None:
+    def __init__(self, config: Any, world: Any, *, compiled: bool = False) -> None:
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -288,10 +312,13 @@ class Peer(Trained):
         self.device = world.device
         half = torch.bfloat16 if world.device.type == "cuda" else None
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        model: Any = load.empty_model(config, attn_implementation="sdpa")
+        experts = {"experts_implementation": "grouped_mm"} if hasattr(config, "num_experts") else {}
+        model: Any = load.empty_model(config, attn_implementation="sdpa", **experts)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         self.module = stock_module(model)
         for block in model.model.layers:
+            if compiled:  # what is computed again, too; what checkpoints and shards is around it
+                block.forward = torch.compile(block.forward, dynamic=False)
             fully_shard(block, mesh=world.mesh["shard"], mp_policy=policy)
         fully_shard(self.module, mesh=world.mesh["shard"], mp_policy=policy, reshard_after_forward=False)
         self.module.to_empty(device=world.device)

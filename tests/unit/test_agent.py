@@ -167,6 +167,29 @@ def test_tools_are_called_until_there_is_no_call() -> None:
     agent.close()
 
 
+class Adder:
+    """Plays the episode itself, with tools."""
+
+    gives_reward = True
+
+    async def run(self, episode: Episode) -> None:
+        talk = episode.start()
+        called = await talk.call_tools(await talk.generate())
+        talk.append(results(called))
+        talk.reward = float((await talk.generate()).text.split()[-1])
+
+
+def test_tools_are_called_by_an_environment_that_plays_itself() -> None:
+    agent = make_agent(templates.TOOLS, environment="test_agent:Adder", tools=["test_agent:add"], parser="hermes")
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    bad = '<tool_call>{"name": "sub"}</tool_call>'
+    (group,) = play(agent, lambda said, seed: "it is 5" if "tool\n5" in said else call + bad, group_size=1, tokens=500)
+    (sample,) = group.samples
+    assert sample.reward == 5.0
+    assert (sample.metadata["tool_calls"], sample.metadata["tool_failures"]) == (2, {"unknown": 1})
+    agent.close()
+
+
 def test_results_as_user_messages() -> None:
     agent = make_agent(tools=["test_agent:add"], tool_role="user")
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'

@@ -130,17 +130,18 @@ def test_worker_answers_in_turn_and_shows_its_last_words(common: ModuleType, tmp
     worker.close()
 
 
-@pytest.mark.parametrize("variant", ["kept", "all", "none"])
-def test_train_step_and_its_peer_do_the_same(variant: str, common: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("shape", "variant"), [("tiny", "kept"), ("tiny", "all"), ("tiny", "none"), ("tiny-stack", "kept")]
+)
+def test_train_step_and_its_peer_do_the_same(shape: str, variant: str, common: ModuleType) -> None:
     """The same gradients, clipped, from the same weights and tokens; blocks are computed as often as is said."""
     import torch
     import train_step
-    from transformers import Qwen3Config
 
     from lightrl.distributed.mesh import init_world
     from lightrl.training.adamw import local
 
-    config = Qwen3Config(**train_step.SHAPES["tiny"])
+    config = train_step.model_config(shape)
     world = init_world("cpu")
     ours = train_step.Ours(config, world, variant=variant)
     peer = train_step.Peer(config, world)
@@ -148,7 +149,7 @@ def test_train_step_and_its_peer_do_the_same(variant: str, common: ModuleType) -
     first_moments = []
     for trained, model in ((ours, ours.policy.model), (peer, peer.module.model)):
         calls: list[int] = []
-        model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         trained.prepared(tokens)()
         assert len(calls) == (1 if trained is ours and variant == "none" else 2)
         assert trained.bytes() > 3 * sum(p.numel() for p in trained.module.parameters()) * 4

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bad_config import problems
 
-from lightrl.config import Config, ConfigError, load_config
+from lightrl.config import Config, load_config
 from lightrl.config.engines import unused_by_engine
 from lightrl.config.fields import sections
 from lightrl.config.sampling_only import for_evaluation, for_generation
@@ -22,12 +23,6 @@ from lightrl.config.schema import (
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def problems(*args: Any, **kwargs: Any) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(*args, **kwargs)
-    return caught.value.problems
 
 
 SECTIONS = ", ".join(sections())

@@ -6,7 +6,6 @@ import dataclasses
 import random
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,12 +48,6 @@ from lightrl.config.schema import (
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def problems(*args: Any, **kwargs: Any) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(*args, **kwargs)
-    return caught.value.problems
 
 
 FULL = Config(

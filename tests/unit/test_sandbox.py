@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import platform
 import socket
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -200,6 +202,51 @@ def test_namespaces_show_nothing_else() -> None:
         pytest.skip(f"no namespaces here: {ran.isolation}")
     assert ran.stdout == "True True\n"
     assert sandbox.run_sync("import os\nos.setgroups([0])").kind == "error"  # no rights are left, not even root's
+
+
+SHARES = """
+import multiprocessing as mp
+from multiprocessing import shared_memory
+import os
+
+def square(x):
+    with lock:
+        return x * x
+
+lock = mp.Lock()
+with mp.Pool(2) as pool:
+    print(pool.map(square, [1, 2, 3]))
+memory = shared_memory.SharedMemory(create=True, size=9)
+print(os.listdir("/dev/shm") == os.listdir(".") == [memory.name])
+memory.close()
+memory.unlink()
+written = 0
+for place in ("x", "/dev/shm/y"):
+    with open(place, "wb", buffering=0) as file:
+        try:
+            while True:
+                written += file.write(bytes(4096))
+        except OSError:
+            pass
+print(0 < written <= 1 << 20)
+"""
+
+
+def test_locks_and_shared_memory_are_within_its_folder() -> None:
+    """Both count to `file_mib`, and nothing of the host's is there."""
+    host = "/dev/shm/lightrl-sandbox-test"
+    if not os.path.isdir("/dev/shm"):
+        pytest.skip("no /dev/shm here")
+    Path(host).write_text("of the host")
+    try:
+        ran = Sandbox(dataclasses.replace(LIMITS, timeout=5.0)).run_sync(SHARES)
+        assert Path(host).read_text() == "of the host"
+        assert not Path("/dev/shm/y").exists()
+    finally:
+        os.unlink(host)
+    if ran.isolation != "namespaces":
+        pytest.skip(f"no namespaces here: {ran.isolation}")
+    assert ran.stdout == "[1, 4, 9]\nTrue\nTrue\n", ran
 
 
 def test_running_code_ends_with_the_sandbox() -> None:

@@ -7,9 +7,9 @@ around any of them, and a block that is computed again for its backward pass can
 Which body (`choose`), by TFLOP/s on an H200 with torch 2.11, 16,384 rows, forward, and forward and backward (`--op
 attention`; those of flash-attn-4 of the kernel alone, its forward and its backward):
 
-| rows | body | 1 sequence | 8 of one length | 20 of many lengths |
+| rows | body | 1 sequence | 8 of one length | 20 of many |
 |---|---|---|---|---|
-| of one length (also a single one), and of 8,192 rows and more | cuDNN, a call each | 608, 582 | 472, 388 | 151, 119 |
+| one length, or 8,192 rows and more | cuDNN, a call each | 608, 582 | 472, 388 | 151, 119 |
 | others | flash-attn-4, where it is installed | | | 422, 310 |
 | others | torch's variable-length FlashAttention-2 | 312, 304 | 266, 209 | 220, 168 |
 

@@ -121,7 +121,6 @@ class Console:
     ) -> None:
         self._config = config
         self._columns = columns
-        self._enabled = enabled
         self._rich = RichConsole(file=file, quiet=not enabled, highlight=False, soft_wrap=True)
         self._bars = enabled and config.progress and self._rich.is_terminal
         self._lines = 0

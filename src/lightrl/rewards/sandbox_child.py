@@ -190,13 +190,18 @@ def _init(libc: Any, request: dict[str, Any]) -> None:
 
 
 def _mount(libc: Any, request: dict[str, Any]) -> None:
-    """All that is mounted becomes read-only, the working folder an empty file system in memory, /proc the new one."""
-    private, recursive = 1 << 18, 1 << 14
+    """All that is mounted becomes read-only, the working folder an empty file system in memory, /proc the new one.
+
+    /dev/shm, where locks and shared memory of `multiprocessing` are files, becomes the working folder by another name:
+    within the same limits, and what the host has there is out of sight.
+    """
+    private, recursive, bind = 1 << 18, 1 << 14, 1 << 12
     libc.mount(b"none", b"/", None, ctypes.c_ulong(private | recursive), None)
     read_only = struct.pack("QQQQ", 1, 0, 0, 0)
     libc.syscall(ctypes.c_long(_MOUNT_SETATTR), -100, b"/", 0x8000, read_only, ctypes.c_size_t(len(read_only)))
     size = f"size={request['file_mib']}m,nr_inodes=10000,mode=777".encode()
     libc.mount(b"tmpfs", os.fsencode(request["cwd"]), b"tmpfs", ctypes.c_ulong(2 | 4), size)  # nosuid, nodev
+    libc.mount(os.fsencode(request["cwd"]), b"/dev/shm", None, ctypes.c_ulong(bind), None)
     if libc.mount(b"proc", b"/proc", b"proc", ctypes.c_ulong(2 | 4 | 8), None) != 0:
         libc.mount(b"tmpfs", b"/proc", b"tmpfs", ctypes.c_ulong(2 | 4 | 8), b"size=4k")  # rather none than the host's
     os.chdir(request["cwd"])
