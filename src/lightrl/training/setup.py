@@ -30,6 +30,7 @@ from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import Engine, SamplingParams
 from lightrl.errors import UserError, end
 from lightrl.models import load, lora
+from lightrl.models.context import longrope_notice
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.rollout import agent
 from lightrl.rollout.agent import Agent
@@ -341,6 +342,7 @@ def _build_sglang(
 def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -> list[str]:
     """What goes, and is worth a look."""
     found = [] if policy.module.packed else [stock_notice(policy.hf_config)]
+    found += filter(None, [longrope_notice(policy.hf_config)])
     if (drawn := config.rollout.prompts_per_draw) > num_prompts:
         key = "oversample_prompts" if config.rollout.oversample_prompts else "prompts_per_step"
         found.append(

@@ -22,6 +22,7 @@ from lightrl.distributed.mesh import deal, set_deterministic
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError, end
 from lightrl.models import load
+from lightrl.models.context import context_length
 from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.metrics import Tally, agent_metrics, rollout_metrics, step_metrics
@@ -92,7 +93,7 @@ class Trainer:
         )
         setup.check_parallel(config.parallel, hf_config, f"model.path = {model.path}")
         setup.check_replay(config.correction, hf_config, f"model.path = {model.path}")
-        self.context_length = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT
+        self.context_length = context_length(hf_config) or setup.UNKNOWN_CONTEXT
         self.agent = setup.load_agent(
             config,
             hf_config,
