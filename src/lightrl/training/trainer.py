@@ -323,6 +323,8 @@ class Trainer:
             seed=self.config.run.seed,
             generate=self.generate,
             watch=self.probe.watch_any if self.rollouts.carries else self.probe.watch,
+            context_length=self.context_length,
+            vocab_size=int(self.policy.hf_config.get_text_config().vocab_size),
         )
 
     def pack(self, groups: Sequence[SampleGroup]) -> list[list[Microbatch]]:
