@@ -89,7 +89,7 @@ WITH_TOOLS = (
 
 
 def test_half_characters_are_taken() -> None:
-    """JSON spells them out in a tool's description and in a call's arguments; the model's own come back as they went."""
+    """Spelled out in a tool's description and a call's arguments; what the model calls comes back as it went."""
     half = '{"a": "\\ud83d"}'
     tool = {"type": "function", "function": {"name": "add", "description": "\ud83d", "parameters": {}}}
     edited = {"id": "1", "type": "function", "function": {"name": "add", "arguments": half}}
