@@ -120,6 +120,13 @@ def check_vocabulary(prompts: Iterable[Prompt | Conversation], tokenizer: Any, h
             )
 
 
+def check_stop_ids(config: Config, hf_config: Any) -> None:
+    """UserError for an id that the model cannot sample: nothing would ever stop there."""
+    size = int(hf_config.get_text_config().vocab_size)
+    if (largest := max(config.rollout.stop_token_ids, default=0)) >= size:
+        raise UserError(f"rollout.stop_token_ids: {largest} is none of the model's {size} tokens: correct or remove it")
+
+
 def check_parallel(config: ParallelConfig, hf_config: Any, model: str, *, needs_experts: bool = True) -> None:
     """UserError for a model that cannot be spread as `[parallel]` asks; `model` names it: `model.path = …`.
 
