@@ -24,7 +24,7 @@ from tiny_models import CONFIGS, CONTEXT, EOS, OTHERS, VOCAB, stock
 from torch import Tensor
 
 from lightrl.config.load import load_for_run
-from lightrl.config.schema import Config, EngineConfig, SyncConfig
+from lightrl.config.schema import EngineConfig, SyncConfig
 from lightrl.engine.base import Engine, GenerateRequest, GroupLoader, SamplingParams
 from lightrl.engine.sglang import Model
 from lightrl.engine.sglang_http import Server, ServerError, UnreachableError
