@@ -30,13 +30,13 @@ def serve(
 
     The newest checkpoint in run.dir, or the model at model.path without one. No prompts and no reward are needed.
     """
-    from lightrl import cli
+    from lightrl import cli, cli_places
 
     sleep_while_waiting()
     paths, overrides = cli._split(ctx.args)
     if checkpoint is not None:
-        cli._must_be_folder(checkpoint, "serve: --checkpoint")
-        if cli._is_model(checkpoint):
+        cli_places.must_be_folder(checkpoint, "serve: --checkpoint")
+        if cli_places.is_model(checkpoint):
             overrides += [f"--model.path={checkpoint.absolute()}", "--run.resume=false"]
     config = cli._load(paths, overrides, command="serve", generate=True)
     with cli._placed(paths, overrides), ending.told_when_stopped(lambda: "stopped"), ending.full_disk_told():
@@ -46,6 +46,6 @@ def serve(
 
         if record is not None:
             check_out(record, "serve: --record")
-        state = cli._state_to_evaluate(config, checkpoint, "serve")
+        state = cli_places.state_to_evaluate(config, checkpoint, "serve")
         serve_model(config, checkpoint=state, record=record, say=lambda text: print(text, flush=True))
         close_world()

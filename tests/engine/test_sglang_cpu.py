@@ -229,3 +229,32 @@ def test_it_is_served(tmp_path: Path) -> None:
     (group,) = RolloutDump(tmp_path / "dump").groups(1)
     assert group.samples[0].metadata["turns"] == 2
     check_logprobs(tmp_path / "model", group.samples)
+
+
+def some_generate(folder: str) -> None:
+    """One rank trains, the other generates; every sync is compared."""
+    from lightrl.training.rollout_ranks import serve_rollouts
+
+    sections: dict[str, Any] = {
+        "engine": ENGINE,
+        "parallel": {"rollout_ranks": 1},
+        "rollout": {"schedule": "async", "max_staleness": 2, "max_response_tokens": 40},
+        "correction": {"use_tis": True},
+        "sync": {"verify_every": 1},
+        "optim": {"lr": 1e-5},
+    }
+    config = tiny_run.make_run(Path(folder), **sections)
+    if not serve_rollouts(config):
+        trainer = Trainer(config)
+        trainer.train()
+        trainer.close()
+        close_world()
+
+
+def test_a_rank_that_trains_beside_one_that_generates(tmp_path: Path, run_distributed: Any) -> None:
+    tiny_run.make_run(tmp_path)
+    run_distributed(some_generate, 2, tmp_path, timeout=300)
+    found = tiny_run.metrics_of(tmp_path, "rollout/staleness_max", "mismatch/logprob_abs_diff")
+    assert len(found) == 4
+    assert all(age <= 2 for _, age, _ in found)
+    assert max(difference for *_, difference in found) < 1e-3  # of older weights, which are nearly the same

@@ -45,6 +45,7 @@ def for_serving(config: Config) -> Config:
         rollout=replace(config.rollout, filter="none", generate="none"),
         agent=replace(agent, environment=environment, options={}, tools=[], search_corpus=None, search_url=None),
         endpoint=replace(config.endpoint, command=[], function="", url=None),
+        parallel=replace(config.parallel, rollout_ranks=0),  # a process by itself
     )
 
 

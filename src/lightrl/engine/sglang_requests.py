@@ -45,7 +45,7 @@ def sampling_parameters(model: Model, request: GenerateRequest, number: int) -> 
     """
     sampling = request.sampling
     parameters: dict[str, Any] = {
-        "max_new_tokens": _most(model, request),
+        "max_new_tokens": _room(model, request),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or (model.vocab_size if sampling.top_p < 1 else -1),
@@ -59,8 +59,8 @@ def sampling_parameters(model: Model, request: GenerateRequest, number: int) -> 
     return parameters
 
 
-def _most(model: Model, request: GenerateRequest) -> int:
-    """Tokens that an answer may have."""
+def _room(model: Model, request: GenerateRequest) -> int:
+    """Most tokens of an answer."""
     return min(request.sampling.max_new_tokens, model.context_length - len(request.tokens))
 
 
@@ -84,12 +84,11 @@ def completion_of(
         raise RuntimeError(f"request {request.id!r} ended for an unknown reason: {output['reason']}")
     if stops is not None and (end := stops.end(tokens)) is not None:
         tokens, logprobs, status = tokens[:end], logprobs[:end], Status.COMPLETED
-    # SGLang looks first whether it was told to end an answer, then at its length, and last at what the token is: one
-    # that came to its end in the very step in which it was aborted must not be gone on with.
-    if status is not Status.COMPLETED and tokens and tokens[-1] in _stop_ids(model, request.sampling):
-        status = Status.COMPLETED
-    elif status is Status.ABORTED and len(tokens) >= _most(model, request):
-        status = Status.TRUNCATED
+    if status is not Status.COMPLETED and tokens:  # SGLang looks at an abort first, then at the length
+        if tokens[-1] in _stop_ids(model, request.sampling):
+            status = Status.COMPLETED
+        elif len(tokens) >= _room(model, request):
+            status = Status.TRUNCATED
     if len(logprobs) != len(tokens):
         raise RuntimeError(f"request {request.id!r}: {len(logprobs)} log-probs for {len(tokens)} tokens")
     count = len(tokens) if request.sampling.top_logprobs else 0

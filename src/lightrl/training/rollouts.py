@@ -20,6 +20,7 @@ from lightrl.config.schema import Config
 from lightrl.distributed.mesh import World
 from lightrl.distributed.offload import TrainingState
 from lightrl.engine.base import Engine, EngineLostError, Restartable
+from lightrl.errors import UserError
 from lightrl.observe.metrics import Tally
 from lightrl.rollout.background import Background
 from lightrl.rollout.carried import CarriedCollection, Carry
@@ -29,6 +30,7 @@ from lightrl.rollout.ranks import Collection
 from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training import setup
 from lightrl.training.policy import Policy
+from lightrl.training.rollout_ranks import num_lost
 from lightrl.types import Sample, SampleGroup
 
 R = TypeVar("R")
@@ -73,7 +75,7 @@ class Rollouts:
             self.renew(version)
 
     def renew(self, version: int) -> None:
-        """Give the engine the present weights."""
+        """Give the engine the present weights, whatever it has: it may have been started anew."""
         sync_weights(self._policy, self.engine, version, self.state)
 
     def release(self) -> None:
@@ -83,7 +85,8 @@ class Rollouts:
     def restart(self) -> None:
         """In place of one that was lost. The training state is still on the GPU where that was not while generating."""
         assert isinstance(self.engine, Restartable)
-        setup.make_room(self._config.engine, self._policy, self.state)
+        if not self._config.parallel.rollout_ranks:
+            setup.make_room(self._config.engine, self._policy, self.state)
         self.engine.restart()
 
     def forget(self) -> None:
@@ -91,26 +94,33 @@ class Rollouts:
 
     def collection(self, sampler: Callable[..., Sampler], *, steps_left: int, **parts: Any) -> Collection:
         """A step's, with `parts` of `Collection`; `sampler` makes one for an `engine`."""
-        return Collection(sampler=sampler(engine=self.asked), **self._parts, **parts)
+        return Collection(sampler=sampler(engine=self.asked), **self._with_own(parts))
 
     def evaluation(self, sampler: Callable[..., Sampler], **parts: Any) -> Collection:
         """One that no step has to do with."""
-        return Collection(sampler=sampler(engine=self.asked), **self._parts | {"draw_early": False}, **parts)
+        return Collection(sampler=sampler(engine=self.asked), **self._with_own(parts) | {"draw_early": False})
 
     @property
     def ranks_per_engine(self) -> int:
         """Consecutive ranks that share an engine, and its prompts."""
-        return self._config.engine.tensor_parallel
+        return 1 if self._config.parallel.rollout_ranks else self._config.engine.tensor_parallel
 
-    @property
-    def _parts(self) -> dict[str, Any]:
-        return {
+    def _with_own(self, parts: dict[str, Any]) -> dict[str, Any]:
+        return parts | {
             "world": self._world,
             "ranks_per_engine": self.ranks_per_engine,
             "draw_early": self._config.engine.kind != "transformers",  # the embedded engine repeats to the last bit
             "restart": self.restart,
             "run_on": self.run,
+            "on_restart": partial(self._tell_restart, parts["on_restart"]),
         }
+
+    def _tell_restart(self, tell: Callable[[int, str], None], count: int, why: str) -> None:
+        """`count` is of ranks that miss an engine: of those on ranks that generate, several may miss the same."""
+        if self._config.parallel.rollout_ranks:
+            count = num_lost(self.engine)  # 0: another rank has restarted it meanwhile, and it lacks its weights
+        if count:
+            tell(count, why)
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call."""
@@ -158,16 +168,21 @@ class CarriedRollouts(Rollouts):
         if self._waits_for_all:
             self.run(self._carry.settle())
 
+    def sync(self, version: int) -> None:
+        """Not to an engine beside training that has this version."""
+        if not (self._beside and self._held == version):
+            super().sync(version)
+
     def renew(self, version: int) -> None:
         """New weights for the engine; what was held goes on with them."""
-        if self._beside and self._held == version:
-            return
         self._held = None
         self.settle()
         self._background.run(self._pausable.pause())
         self._world.barrier()  # servers get their weights from the first rank alone
-        sync_weights(self._policy, self.engine, version, self.state, beside=self._beside)
-        self._background.run(self._pausable.resume())
+        try:
+            sync_weights(self._policy, self.engine, version, self.state, beside=self._beside)
+        finally:  # where an engine is lost, who waits for its answers has to see it
+            self._background.run(self._pausable.resume())
         self._held = version
 
     def release(self) -> None:
@@ -194,8 +209,7 @@ class CarriedRollouts(Rollouts):
             num_steps=min(rollout.staleness, steps_left),
             num_begun=min(rollout.staleness, steps_left) if self._beside else 0,
             keep_done=rollout.partial != "mask",
-            **self._parts,
-            **parts,
+            **self._with_own(parts),
         )
 
     def take_metrics(self) -> dict[str, float]:
@@ -242,15 +256,21 @@ def _episode(sample: Sample) -> tuple[int, int, bool]:
 
 def mask_older(groups: Sequence[SampleGroup], version: int) -> None:
     """`rollout.partial = "mask"`: tokens that older weights drew leave the loss; their sample stays in the baseline."""
-    for sample in (s for group in groups for s in group.samples):
+    for sample in (s for group in groups for s in group.scored):
         versions = versions_of(sample)
         if any(v != version for v in versions):
             sample.loss_mask = [int(m and v == version) for m, v in zip(sample.mask, versions, strict=True)]
 
 
 def versions_of(sample: Sample) -> list[int]:
-    """Of each token of the response."""
+    """Of each token of the response. UserError for a sample, of a hook, that does not say."""
     counts = sample.version_tokens or [sample.response_length] * len(sample.policy_versions)
+    if len(counts) != len(sample.policy_versions) or sum(counts) != sample.response_length:
+        raise UserError(
+            f"rollout.generate: sample {sample.group_index}/{sample.index} has policy_versions "
+            f"{sample.policy_versions} and version_tokens {sample.version_tokens} for {sample.response_length} tokens: "
+            "say how many each version gave, as task.sample does"
+        )
     return [v for v, count in zip(sample.policy_versions, counts, strict=True) for _ in range(count)]
 
 
