@@ -254,6 +254,41 @@ def test_an_aborted_request_returns_what_it_had_while_paused(trainer_for):
         assert 0 < len(completion.tokens) < 60
 
 
+def test_an_answer_whose_last_token_came_as_it_was_aborted_is_not_asked_for_again():
+    class Last:
+        policy_version, asked = 3, 0
+
+        async def generate(self, request):
+            self.asked += 1
+            assert request.sampling.max_new_tokens > 0
+            await asyncio.sleep(0)
+            count = min(2, request.sampling.max_new_tokens)
+            return [
+                Completion(
+                    tokens=[7] * count, logprobs=[-1.0] * count, status=Status.ABORTED, policy_versions=[self.asked]
+                )
+            ]
+
+        def abort(self, name):
+            pass
+
+    inner = Last()
+    engine = PausableEngine(inner)
+
+    async def work():
+        request = GenerateRequest(id="a", tokens=[1], sampling=SamplingParams(max_new_tokens=4))
+        task = asyncio.create_task(engine.generate(request))
+        for _ in range(2):
+            await asyncio.sleep(0)
+            await engine.pause()
+            await engine.resume()
+        return await task
+
+    (whole,) = asyncio.run(work())
+    assert (whole.tokens, whole.status, whole.version_tokens) == ([7] * 4, Status.TRUNCATED, [2, 2])
+    assert inner.asked == 2
+
+
 async def asking_for_each(task) -> list[Sample]:
     answers = await asyncio.gather(*(task.ask(task.prompt.tokens, i) for i in range(task.num_samples)))
     return [task.sample(i, answer) for i, answer in enumerate(answers)]
