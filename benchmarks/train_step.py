@@ -66,7 +66,12 @@ SHAPES |= MIXTURES
 GOALS = {("Qwen3-0.6B", 1): 2.0, ("Qwen3-4B", 1): 1.7, ("Qwen3-0.6B", 8): 1.7, ("Qwen3-4B", 8): 1.7}
 GOALS |= {("Qwen3-30B-A3B-stack", count): 1.5 for count in (1, 8)}
 PEAK = 989.4e12
-VARIANTS = {"kept": "attention kept", "all": "all recomputed", "none": "nothing recomputed"}  # in ours
+VARIANTS = {  # of ours
+    "kept": "attention kept",
+    "gathered": "attention kept, weights gathered once",
+    "all": "all recomputed",
+    "none": "nothing recomputed",
+}
 PEER = "transformers, FSDP2, SDPA flash"
 PEERS = {"peer": PEER, "peer_default": "transformers, FSDP2, SDPA as torch chooses"}
 OPTIONS = ("rows", "variants", "repeats", "device", "kernels", "profile", "compile_peer")
@@ -259,6 +264,7 @@ class Ours(Trained):
             compute_dtype=dtype,
             activation_checkpointing=variant != "none",
             recompute_attention=variant == "all",
+            reshard_after_forward=variant != "gathered",
             kernels=kernels,
         )
         self.policy = Policy.without_weights(settings, config, world, source=Path("."))
