@@ -28,7 +28,7 @@ from lightrl.rollout.collect import Sampler, run_async
 from lightrl.rollout.pausable import PausableEngine
 from lightrl.rollout.ranks import Collection
 from lightrl.sync.weights import release_engine, sync_weights
-from lightrl.training import setup
+from lightrl.training.engines import make_room
 from lightrl.training.policy import Policy
 from lightrl.training.rollout_ranks import num_lost
 from lightrl.types import Sample, SampleGroup
@@ -86,7 +86,7 @@ class Rollouts:
         """In place of one that was lost. The training state is still on the GPU where that was not while generating."""
         assert isinstance(self.engine, Restartable)
         if not self._config.parallel.rollout_ranks:
-            setup.make_room(self._config.engine, self._policy, self.state)
+            make_room(self._config.engine, self._policy, self.state)
         self.engine.restart()
 
     def forget(self) -> None:

@@ -22,6 +22,7 @@ from lightrl.rollout.tools import ToolBox, load_parser
 from lightrl.sync.weights import sync_weights
 from lightrl.training import setup
 from lightrl.training.checkpoint import Checkpointer
+from lightrl.training.engines import build_engine
 from lightrl.training.policy import Policy
 from lightrl.training.probe import rollout_writer
 from lightrl.types import SampleGroup
@@ -141,7 +142,7 @@ def _engine(
         version = int(folder.load(checkpoint, policy.module, None, rng=False)["policy_version"])
     state = setup.training_state(config.parallel, policy, None, None)
     held.callback(end, state.close)
-    engine = setup.build_engine(
+    engine = build_engine(
         config.engine,
         policy,
         tokenizer,

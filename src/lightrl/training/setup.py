@@ -33,9 +33,6 @@ from lightrl.models.value_head import load_value_config
 from lightrl.rollout import agent
 from lightrl.rollout.agent import Agent
 from lightrl.training.critic import Critic, critic_model
-from lightrl.training.engines import build_engine as build_engine
-from lightrl.training.engines import engine_seed as engine_seed
-from lightrl.training.engines import make_room as make_room
 from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.training.value_model import ValueModel
 from lightrl.types import Prompt
