@@ -10,9 +10,8 @@ import chat_templates as templates
 import pytest
 from scripted import LengthScorer, ScriptedEngine, make_agent, make_prompt, play, said_of, sampler_for
 
-from lightrl.config.load import ConfigError, load_config
+from lightrl.config.load import load_config
 from lightrl.engine.base import EngineLostError
-from lightrl.errors import UserError
 from lightrl.observe.metrics import agent_metrics
 from lightrl.rollout.collect import Work, run_async, sample_seed
 from lightrl.rollout.environment import Step, Turn, results
@@ -83,6 +82,8 @@ class Breaks(Echo):
             return "no step"  # type: ignore[return-value]
         if self.how == "infinite":
             return Step(done=True, reward=float("inf"))
+        if self.how == "huge":
+            return Step(done=True, reward=-1e300)
         if self.how == "message":
             return Step(messages=[{"role": "user", "content": None}])
         raise KeyError("broken")
@@ -291,7 +292,8 @@ def shout(n: int) -> str:
         ("raises", "'broken'"),
         ("hangs", "took longer than 0.2 s"),
         ("answers", "the environment's step returned 'no step', not a Step"),
-        ("infinite", "the environment's reward is inf"),
+        ("infinite", "the environment's reward is inf, not a finite number"),
+        ("huge", "the environment's reward is -1e+300: beyond 1e+18 a group's deviation overflows"),
         ("message", "a message's content is text, not None"),
         ("at once", "not made"),
     ],
@@ -303,6 +305,36 @@ def test_environments_that_fail(how: str, message: str) -> None:
     assert [s.status for s in group.samples] == [Status.FAILED] * 2
     assert scorer.failures == [message] * 2
     assert agent_metrics([group]).result()["agent/failed"] == 1.0
+    agent.close()
+
+
+class Grades:
+    """Plays by itself, and gives what it likes."""
+
+    gives_reward = True
+
+    def __init__(self, reward: Any) -> None:
+        self.reward = reward
+
+    async def run(self, episode: Episode) -> None:
+        talk = episode.start()
+        await talk.generate()
+        talk.reward = self.reward
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (float("nan"), "the environment's reward is nan, not a finite number"),
+        (1e300, "the environment's reward is 1e+300: beyond 1e+18 a group's deviation overflows"),
+        ("good", "could not convert string to float: 'good'"),
+    ],
+)
+def test_rewards_that_programs_set(reward: Any, message: str) -> None:
+    agent, scorer = make_agent(environment="test_agent:Grades", options={"reward": reward}), LengthScorer()
+    (group,) = play(agent, lambda said, seed: "no", scorer=scorer)
+    assert [(s.status, s.reward) for s in group.samples] == [(Status.FAILED, None)] * 2
+    assert scorer.failures == [message] * 2
     agent.close()
 
 
@@ -429,64 +461,3 @@ def test_dropped_groups_end_at_once(together: bool) -> None:
     assert 7.5 not in LATE  # nor was one waited for
     assert not engine.running
     agent.close()
-
-
-# ---- configuration
-
-
-@pytest.mark.parametrize(
-    ("agent", "message"),
-    [
-        ({"tools": ["pyton"]}, "agent.tools[0]: no tool 'pyton': did you mean 'python'?"),
-        ({"tools": ["python", "python"]}, "agent.tools: a tool is listed twice"),
-        ({"tools": ["python"], "parser": "hermse"}, "agent.parser: no parser 'hermse': did you mean 'hermes'?"),
-        ({"tools": ["search"]}, "agent.search_corpus: not set; the tool 'search' needs a jsonl file"),
-        ({"tools": ["search"], "search_url": "host:1"}, "agent.search_url: 'host:1' is not of the form"),
-        ({"tools": ["search"], "search_url": "http://me:secret@host:1/x"}, "'http://…@host:1/x' is not of the form"),
-        ({"tools": ["python"], "search_corpus": "x"}, "agent.search_corpus: only used by the tool 'search'"),
-        ({"max_turns": 3}, "agent.max_turns: only used with agent.environment or agent.tools"),
-        ({"environment": "Guess"}, "agent.environment: 'Guess': write a class as package.module:Class"),
-        ({"tools": ["python"], "max_turn_tokens": 99999}, "agent.max_turn_tokens: 99999 exceeds rollout.max_resp"),
-        ({"tools": ["python"], "tool_timeout": 90.0}, "agent.tool_timeout: 90 s of one call exceed agent.turn_timeout"),
-    ],
-    ids=range(11),
-)
-def test_config_mistakes(agent: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(agent=agent, data={"apply_chat_template": True})
-    assert message in str(caught.value)
-
-
-def test_more_config_mistakes() -> None:
-    tools = {"tools": ["python"]}
-    with pytest.raises(ConfigError, match=r"data\.apply_chat_template: turns are written by the chat template"):
-        load_config(agent=tools)
-    with pytest.raises(ConfigError, match="play the episodes: drop one of the two"):
-        load_config(agent=tools, rollout={"generate": "m:f"}, data={"apply_chat_template": True})
-    with pytest.raises(ConfigError, match="results of tools have none: remove it"):
-        load_config(agent=tools, correction={"score_centering_top_k": 4}, data={"apply_chat_template": True})
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"environment": "test_agent:Ech"}, r"agent\.environment = 'test_agent:Ech'.*did you mean 'Echo'"),
-        ({"environment": "test_agent:LengthScorer"}, "needs methods reset and step, or run"),
-        (
-            {"environment": "test_agent:Echo", "options": {"tmes": 1}},
-            r"agent\.options: .*cannot be made with \['tmes'\]",
-        ),
-        ({"environment": "test_agent:Echo", "tools": ["python"]}, r"agent\.tools: the class .* does not take them"),
-    ],
-    ids=range(4),
-)
-def test_environments_that_do_not_fit(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        make_agent(**keys)
-
-
-def test_templates_that_do_not_fit() -> None:
-    silent = "{% for m in messages %}{% if m['role'] != 'tool' %}{{ m['content'] }}{% endif %}{% endfor %}"
-    with pytest.raises(UserError, match=r"agent\.tool_role: .*leaves out messages of the role 'tool': set agent"):
-        make_agent(silent, tools=["python"])
-    make_agent(silent, tools=["python"], tool_role="user").close()

@@ -168,6 +168,8 @@ def task_of(engine=None) -> GenerateTask:
         engine=engine or FakeEngine(),
         seed=5,
         stream="train",
+        context_length=512,
+        vocab_size=97,
     )
 
 
@@ -199,7 +201,12 @@ def good(**changes) -> Sample:
         ([good(rollout_logprobs=[-1.0, 0.5])], "holds 0.5: log-probs are numbers of at most 0"),
         ([good(rollout_logprobs=[-1.0, float("nan")])], "holds nan"),
         ([good(status="done")], "status is 'done', not a Status"),
+        ([good(rollout_logprobs=[-1.0, float("-inf")])], "holds -inf"),
         ([good(reward=float("inf"))], "reward is inf, not a finite number"),
+        ([good(reward=10**400)], "(None: it is scored)"),
+        ([good(reward=-1e19)], "reward is -1e+19: beyond 1e+18 a group's deviation overflows"),
+        ([good(tokens=[1, 0, 4, 97])], "token 97 is none of the model's 97"),
+        ([good(tokens=[1, 0, *[4] * 511])], "513 tokens are more than the model's context of 512"),
     ],
 )
 def test_what_training_cannot_take_is_told(returned, fault) -> None:

@@ -94,12 +94,6 @@ def load_model_config(
     return config
 
 
-def context_length(config: PretrainedConfig) -> int | None:
-    """Most tokens the model was made for (prompt and response together); None if the config does not say."""
-    length = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(length) if length else None
-
-
 def stored_dtype(config: PretrainedConfig) -> torch.dtype | None:
     """Type of the checkpoint's weights that its config names; that of a model that sees may do so in its text part."""
     named = config.dtype or config.get_text_config().dtype

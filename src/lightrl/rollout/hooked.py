@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from lightrl import hooks
 from lightrl.engine.base import Completion, Engine, EngineLostError, GenerateRequest, SamplingParams
 from lightrl.errors import LostError, UserError
+from lightrl.rewards.values import BadReward, checked
 from lightrl.rollout.seeds import sample_seed
 from lightrl.types import Prompt, Sample, Status
 
@@ -39,6 +41,10 @@ class GenerateTask:
     stream: str
     watch: Callable[[str, int, Sequence[int], float, float], None] | None = None
     """Told of each turn, for `log.timeline_steps`."""
+    context_length: int = sys.maxsize
+    """Most tokens of a sample, prompt and response together."""
+    vocab_size: int = sys.maxsize
+    """Token ids are below it."""
     _flying: dict[str, asyncio.Task[list[Completion]]] = field(default_factory=dict, repr=False)
     _asked: set[str] = field(default_factory=set, repr=False)
     _lost: list[EngineLostError] = field(default_factory=list, repr=False)
@@ -256,6 +262,10 @@ def _fault(sample: Sample, task: GenerateTask) -> str | None:
         return f"response_length is {sample.response_length} of {len(sample.tokens)} tokens"
     if sample.response_length == len(sample.tokens):
         return "no prompt before the response: the first response token could not be predicted from anything"
+    if (largest := max(sample.tokens)) >= task.vocab_size:
+        return f"token {largest} is none of the model's {task.vocab_size}"
+    if len(sample.tokens) > task.context_length:
+        return f"{len(sample.tokens)} tokens are more than the model's context of {task.context_length}"
     length = sample.response_length
     for name, values in (("loss_mask", sample.loss_mask), ("rollout_logprobs", sample.rollout_logprobs)):
         if values is not None and len(values) != length:
@@ -268,13 +278,17 @@ def _fault(sample: Sample, task: GenerateTask) -> str | None:
     for logprob, counts in zip(logprobs, sample.mask, strict=True):
         if logprob is None and not counts:  # of a token that was given
             continue
-        if not isinstance(logprob, float | int) or math.isnan(logprob) or logprob > 1e-3:
+        if not isinstance(logprob, float | int) or not math.isfinite(logprob) or logprob > 1e-3:
             return f"rollout_logprobs holds {logprob!r}: log-probs are numbers of at most 0"
     if not isinstance(sample.status, Status):
         return f"status is {sample.status!r}, not a Status"
     reward = sample.reward
-    if reward is not None and (not isinstance(reward, float | int) or not math.isfinite(reward)):
+    if reward is not None and not isinstance(reward, float | int):
         return f"reward is {reward!r}, not a finite number (None: it is scored)"
+    try:
+        checked(float(reward or 0.0), "reward")
+    except (BadReward, OverflowError) as error:
+        return f"{error} (None: it is scored)"
     return None
 
 
