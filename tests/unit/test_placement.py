@@ -163,6 +163,7 @@ class LoadingEngine(FakeEngine):
 
     passes: Sequence[Any] = ()
     failing = ""
+    why_lost = "its log says why"
 
     def load_groups(self, groups: Any, version: int) -> None:
         self.passes = [[(name, t.clone()) for group in groups for name, t in group] for _ in range(2)]
@@ -291,6 +292,7 @@ def test_a_lost_engine_hands_over_what_it_had_and_is_started_anew_once() -> None
         assert not remote.lost
         asyncio.run(losing(remote))
         assert remote.lost
+        assert remote.why_lost == "its log says why"
         remote.restart()
         remote.restart()
         assert not remote.lost

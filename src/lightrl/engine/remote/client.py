@@ -50,6 +50,7 @@ class RolloutRank:
     def __init__(self, channel: Channel, *, name: str, hang_timeout: float, rank: int) -> None:
         self.name = name
         self.is_lost_engine = False
+        self.why_lost = ""
         self.incarnation = 0
         self.num_passes = 0
         self.ready: Future[None] = Future()
@@ -132,6 +133,7 @@ class RolloutRank:
             self.num_passes = message["number"]
         elif event in ("lost", "back"):
             self.incarnation, self.is_lost_engine = message["incarnation"], event == "lost"
+            self.why_lost = message["why"]
         elif event == "fatal":
             self._fail(message["error"])
 
@@ -360,6 +362,11 @@ class RemoteEngine:
     def num_lost(self) -> int:
         """Engines that are known to be lost."""
         return sum(engine[0].is_lost_engine for engine in self._engines)
+
+    @property
+    def why_lost(self) -> str:
+        """In one line, of one of them."""
+        return next((engine[0].why_lost for engine in self._engines if engine[0].is_lost_engine), "")
 
     def restart(self) -> None:
         """New engines in the place of those that are lost, on their own ranks. Once, whoever else asks for it."""

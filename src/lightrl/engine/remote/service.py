@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightrl.engine.base import Completion, Engine, EngineLostError, GroupLoader, Restartable
+from lightrl.engine.base import Completion, Engine, EngineLostError, GroupLoader, Restartable, TellsLoss
 from lightrl.engine.remote.channel import Channel, Listener
 from lightrl.engine.remote.messages import pack_completion, pack_error, unpack_request
 from lightrl.errors import LostError
@@ -246,7 +246,8 @@ class RolloutService:
         """Tell of an engine that is lost, once."""
         if isinstance(self._engine, Restartable) and self._engine.lost and not self._told_lost:
             self._told_lost = True
-            self._tell("lost", incarnation=self._incarnation)
+            why = self._engine.why_lost if isinstance(self._engine, TellsLoss) else ""
+            self._tell("lost", incarnation=self._incarnation, why=why)
 
     def _on_restart(self, rank: int, message: dict[str, Any]) -> None:
         """Once for all who ask for another engine than the `incarnation` that they found lost."""
@@ -266,7 +267,7 @@ class RolloutService:
             self._restart = None
         self._incarnation += 1
         self._told_lost, self._is_bare = False, True
-        self._tell("back", incarnation=self._incarnation)
+        self._tell("back", incarnation=self._incarnation, why="")
 
 
 def accept_all(listener: Listener, count: int, timeout: float) -> dict[int, Channel]:
