@@ -15,6 +15,7 @@ from lightrl.data import PromptSource, load_prompts
 from lightrl.distributed.mesh import close_world, init_world
 from lightrl.engine.base import SamplingParams
 from lightrl.models import load
+from lightrl.models.context import context_length
 from lightrl.observe.metrics import Tally
 from lightrl.rewards import Scorer
 from lightrl.rollout.collect import collect, run_async
@@ -43,7 +44,7 @@ def main(config_path: str, steps: int | None = None) -> Policy:
         context_parallel=parallel.context_parallel,
     )
     hf_config, tokenizer = load.load_config_and_tokenizer(config.model.path)
-    context, limit = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT, rollout.max_response_tokens
+    context, limit = context_length(hf_config) or setup.UNKNOWN_CONTEXT, rollout.max_response_tokens
     prompts = load_prompts(config.data, tokenizer, context_length=context, max_response_tokens=limit)
     source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
     scorer = Scorer(config.reward)

@@ -83,6 +83,8 @@ class Breaks(Echo):
             return "no step"  # type: ignore[return-value]
         if self.how == "infinite":
             return Step(done=True, reward=float("inf"))
+        if self.how == "huge":
+            return Step(done=True, reward=-1e300)
         if self.how == "message":
             return Step(messages=[{"role": "user", "content": None}])
         raise KeyError("broken")
@@ -291,7 +293,8 @@ def shout(n: int) -> str:
         ("raises", "'broken'"),
         ("hangs", "took longer than 0.2 s"),
         ("answers", "the environment's step returned 'no step', not a Step"),
-        ("infinite", "the environment's reward is inf"),
+        ("infinite", "the environment's reward is inf, not a finite number"),
+        ("huge", "the environment's reward is -1e+300: beyond 1e+18 a group's deviation overflows"),
         ("message", "a message's content is text, not None"),
         ("at once", "not made"),
     ],
@@ -303,6 +306,36 @@ def test_environments_that_fail(how: str, message: str) -> None:
     assert [s.status for s in group.samples] == [Status.FAILED] * 2
     assert scorer.failures == [message] * 2
     assert agent_metrics([group]).result()["agent/failed"] == 1.0
+    agent.close()
+
+
+class Grades:
+    """Plays by itself, and gives what it likes."""
+
+    gives_reward = True
+
+    def __init__(self, reward: Any) -> None:
+        self.reward = reward
+
+    async def run(self, episode: Episode) -> None:
+        talk = episode.start()
+        await talk.generate()
+        talk.reward = self.reward
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (float("nan"), "the environment's reward is nan, not a finite number"),
+        (1e300, "the environment's reward is 1e+300: beyond 1e+18 a group's deviation overflows"),
+        ("good", "could not convert string to float: 'good'"),
+    ],
+)
+def test_rewards_that_programs_set(reward: Any, message: str) -> None:
+    agent, scorer = make_agent(environment="test_agent:Grades", options={"reward": reward}), LengthScorer()
+    (group,) = play(agent, lambda said, seed: "no", scorer=scorer)
+    assert [(s.status, s.reward) for s in group.samples] == [(Status.FAILED, None)] * 2
+    assert scorer.failures == [message] * 2
     agent.close()
 
 

@@ -39,10 +39,12 @@ F = '{"name": "f", "arguments": {"x": 1}}'
         ('<tool_call>{"name": 1}</tool_call>', [("", {}, 'a call is {"name": …, "arguments": {…}}')]),
         ("<tool_call>{'x'}</tool_call>", [("", {}, "the call is not valid JSON")]),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", [("", {}, "the call is not valid JSON")]),
+        ('<tool_call>{"name": "f", "arguments": {"x": "\\u00e9\\ud83d"}}', [("f", {"x": "é?"}, None)]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"x\\": \\"\\\\ud83d\\"}"}', [("f", {"x": "?"}, None)]),
         (f"<think><tool_call>{F}</tool_call></think>no", []),
         ("no call", []),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_hermes(text: str, calls: list[tuple[str, dict[str, Any], str | None]]) -> None:
     assert [(c.name, c.arguments, c.error) for c in parse_hermes(text)] == calls

@@ -80,6 +80,36 @@ def test_tools_travel_as_calls() -> None:
     assert (sample.reward, sample.metadata["tool_calls"]) == (5.0, 1)
 
 
+WITH_TOOLS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}"
+    "{% for c in m['tool_calls'] or [] %}{{ c['function']['arguments'] | tojson }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_half_characters_are_taken() -> None:
+    """Spelled out in a tool's description and a call's arguments; what the model calls comes back as it went."""
+    half = '{"a": "\\ud83d"}'
+    tool = {"type": "function", "function": {"name": "add", "description": "\ud83d", "parameters": {}}}
+    edited = {"id": "1", "type": "function", "function": {"name": "add", "arguments": half}}
+
+    def agent(client: Client) -> float:
+        client.say(USER, {"role": "assistant", "content": "", "tool_calls": [edited]}, NEXT, tools=[tool])
+        called = client.say(USER, tools=[tool])
+        assert called["tool_calls"][0]["function"]["arguments"] == '{"a": "?"}'
+        client.say(USER, called, {"role": "tool", "content": "2", "tool_call_id": "call_0"}, tools=[tool])
+        return 1.0
+
+    def script(said: str, seed: int) -> str:
+        return (
+            "done" if "2<|im_end|>" in said or "and?" in said else f'<tool_call>{{"name": "add", "arguments": {half}}}'
+        )
+
+    (group,) = play(agent, script, template=WITH_TOOLS)
+    assert [s.metadata["turns"] for s in group.samples] == [1, 2]  # the last request went on from the second
+
+
 def test_results_as_user_messages_and_calls_not_read() -> None:
     def agent(client: Client) -> float:
         asked = client.say(USER, tools=[TOOL], tool_choice="none")
@@ -185,6 +215,7 @@ def test_turns_have_a_limit() -> None:
         (lambda client: None, "the agent asked for nothing"),
         (lambda client: client.say(USER) and 1 / 0, "division by zero"),
         (lambda client: client.say(USER) and float("nan"), "the agent's reward is nan"),
+        (lambda client: client.say(USER) and 1e300, "the agent's reward is 1e+300: beyond 1e+18"),
     ],
 )
 def test_sessions_that_fail(doing: Doing, reason: str) -> None:

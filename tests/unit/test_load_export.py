@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightrl.errors import UserError
 from lightrl.models import export, load
+from lightrl.models.context import context_length
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -353,7 +354,7 @@ def test_empty_model_leaves_the_config_alone() -> None:
 
 def test_lengths_and_end_ids(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", **{**_SIZES, "eos_token_id": [2, 5]})
-    assert load.context_length(config) == 512
+    assert context_length(config) == 512
     tokenizer = type("Tokenizer", (), {"eos_token_id": 9})()
     assert load.eos_token_ids(str(tmp_path), config, tokenizer) == [2, 5, 9]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 11}')

@@ -313,6 +313,23 @@ def test_a_narrow_terminal_shortens_responses_alone(folder, capsys, monkeypatch,
     assert all(len(row.rstrip()) <= max(int(columns), 72 + 12) for row in rows)
 
 
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_a_narrow_terminal_shows_both_rewards(folder, capsys, monkeypatch, columns) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    monkeypatch.setenv("COLUMNS", columns)
+    head, *rows = out_of(
+        capsys, "replay-reward", folder / "live", "--reward", "unit.test_replay:much", "--limit", 3
+    ).splitlines()[:4]
+    assert head.split() == ["step", "sample", "old", "new", "label", "response"]
+    assert len(rows) == 3
+    assert [row.split()[3] for row in rows] == ["1.235e+08"] * 3
+    assert all(len(row.rstrip()) <= max(int(columns), 44 + 12) for row in rows)
+
+
+def much(sample):
+    return 123456789.0
+
+
 def test_inspect_lists_and_filters(folder, capsys, wide):
     samples = [(step, s) for step in (1, 2, 3) for g in RolloutDump(folder / "live").groups(step) for s in g.samples]
     table = out_of(capsys, "inspect", folder / "live", "--limit", 100).splitlines()

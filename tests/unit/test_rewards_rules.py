@@ -131,6 +131,14 @@ TABLE: list[tuple[str, str, Any, float]] = [
     ("gpqa", "I take a look; option b", "B", 1),
     ("gpqa", "B", 1, 1),
     ("gpqa", "no idea", "C", 0),
+    ("gpqa", "Answer: **C**, since A is too small", "C", 1),
+    ("gpqa", "**Answer:** C. A is too small", "C", 1),
+    ("gpqa", "__Answer__: (c), not A", "C", 1),
+    ("gpqa", "the answer is: C, not A", "C", 1),
+    ("gpqa", r"the answer is $\boxed{\text{C}}$, not A", "C", 1),
+    ("gpqa", r"the answer is \(\textbf{(C)}\) and not A", "C", 1),
+    ("gpqa", "**C** is correct. A is too small", "C", 1),
+    ("gpqa", "the answer is a lot harder: B", "A", 0),
     # exact and number
     ("exact", " 5\n", "5", 1),
     ("exact", "It is 5", "5", 0),
@@ -209,6 +217,8 @@ def test_gpqa_takes_time_in_proportion_to_the_response() -> None:
     """A run of spaces once cost the square of its length: minutes, and no time limit ends one regex search."""
     spaces = " " * 40_000
     assert grade("gpqa", f"answer{spaces}!", "C") == grade("gpqa", f"A is{spaces}!", "C") == 0
+    stars = "*_" * (len(spaces) // 2)
+    assert grade("gpqa", f"answer{stars}!", "C") == grade("gpqa", f"A{stars}!", "C") == 0
     assert grade("gpqa", f"answer{spaces}C", "C") == grade("gpqa", f"A is{spaces}the correct", "A") == 1
 
 

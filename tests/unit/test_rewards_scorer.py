@@ -230,6 +230,7 @@ def test_boxed_rules(make: Callable[..., Scorer]) -> None:
         ({"type": "lightrl.rewards.box:last_bx"}, r"has no 'last_bx' \(did you mean 'last_box'\?\)"),
         ({"type": "lightrl.rewards.box:TAIL"}, r"'TAIL' is of type int, not a function"),
         ({"type": "my.rewards.good"}, r"no reward rule 'my.rewards.good': did you mean 'my.rewards:good'\?"),
+        ({"type": "lightrl.rewards.text"}, r"did you mean 'lightrl.rewards.text:FUNCTION'\?"),
         ({"type": "a b:c"}, r"write a function as package.module:function"),
     ],
 )

@@ -274,12 +274,16 @@ def test_a_model_is_served_and_its_sessions_are_written(
     assert "serve: --record" in capsys.readouterr().err
 
 
-def test_the_newest_checkpoint_of_a_run_is_served_under_its_limits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_newest_checkpoint_of_a_run_is_served_under_its_limits(tmp_path: Path, rank: int) -> None:
     """By the run's own file: its weights, its longest answer, its turns. No prompts or agent's code are looked for."""
     from lightrl.distributed.mesh import close_world
     from lightrl.training.trainer import Trainer
 
-    trainer = Trainer(tiny_run.make_run(tmp_path, run={"steps": 2}, checkpoint={"hf_every": 2}, optim={"lr": 0.05}))
+    if rank:
+        pytest.importorskip("peft")
+    sections: dict[str, Any] = {"run": {"steps": 2}, "checkpoint": {"hf_every": 2}, "optim": {"lr": 0.05}}
+    trainer = Trainer(tiny_run.make_run(tmp_path, **sections, lora={"rank": rank}))
     trainer.train()
     trainer.close()
     close_world()
@@ -288,7 +292,7 @@ def test_the_newest_checkpoint_of_a_run_is_served_under_its_limits(tmp_path: Pat
         f'[run]\ndir = "{tmp_path}/run"\ndevice = "cpu"\n[model]\npath = "{tmp_path}/model"\n'
         'compute_dtype = "float32"\n[data]\npath = "gone.jsonl"\napply_chat_template = true\n[rollout]\n'
         'max_response_tokens = 5\n[agent]\nenvironment = "outside"\nmax_turns = 2\n[endpoint]\n'
-        'function = "no_such_module:agent"\n'
+        f'function = "no_such_module:agent"\n[lora]\nrank = {rank}\n'
     )
     config = load_for_run([str(toml)], [], command="serve", generate=True)
     found = []

@@ -108,7 +108,7 @@ def test_32_conversations_are_learnt_by_heart(trainer_for, tmp_path) -> None:
     assert losses[-1] < 0.05
 
 
-def test_epochs_deal_every_conversation_as_often(trainer_for, tmp_path) -> None:
+def test_epochs_deal_every_conversation_as_often(trainer_for, tmp_path, capsys) -> None:
     """12 conversations twice, by fives: four steps of 5 and one of 4."""
     trainer = trainer_for(sft={"epochs": 2.0, "batch_size": 5}, run={"steps": 1})
     assert trainer.total_steps == 5
@@ -124,6 +124,8 @@ def test_epochs_deal_every_conversation_as_often(trainer_for, tmp_path) -> None:
     assert sorted(dealt) == sorted(list(range(12)) * 2)
     sizes = [size for _, size in tiny_run.metrics_of(tmp_path, "sft/conversations")]
     assert sizes == [5, 5, 5, 5, 4]
+    told = " ".join(capsys.readouterr().out.split())
+    assert "note run.steps = 1 is not used: sft.epochs = 2 says how long the run is" in told
     assert tiny_run.metrics_of(tmp_path, "sft/epoch")[-1] == (5, 2.0)
 
 

@@ -78,6 +78,8 @@ def test_what_cannot_work_fails_before_the_model_loads(trainer_for, tmp_path, mo
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"log\.trackers: wandb is not installed"):
         trainer_for(log={"trackers": ["wandb"]})
+    with pytest.raises(UserError, match=r"rollout\.stop_token_ids: 99 is none of the model's \d+ tokens: correct"):
+        trainer_for(rollout={"stop_token_ids": [3, 99]})
     tiny_run.make_model(tmp_path / "small", vocab_size=8)
     with pytest.raises(UserError, match=r"data\.jsonl:\d+: token \d+ \('.'\) is none of the model's 8: .*tokenizer"):
         trainer_for(model={"path": str(tmp_path / "small")})

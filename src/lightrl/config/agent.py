@@ -93,9 +93,10 @@ def of_agents(config: Config) -> Faults:
     agent, problems = config.agent, []
     if not agent.enabled:
         return [
-            (f"agent.{f.name}", "only used with agent.environment or agent.tools: set one, or drop this")
-            for f in fields(AgentConfig)
-            if getattr(agent, f.name) != getattr(AgentConfig(), f.name)
+            (f"{name}.{f.name}", "only used with agent.environment or agent.tools: set one, or drop this")
+            for name, section in (("agent", agent), ("sandbox", config.sandbox))
+            for f in fields(section)
+            if getattr(section, f.name) != getattr(type(section)(), f.name)
         ]
     if agent.environment not in ("", OUTSIDE) and ":" not in agent.environment:
         problems.append(("agent.environment", f"{agent.environment!r}: write a class as package.module:Class"))

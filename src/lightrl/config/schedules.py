@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightrl.config.kinds import Faults
+
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
 
 
-def of_rollouts(config: Config) -> list[tuple[str, str]]:
+def of_rollouts(config: Config) -> Faults:
     """(key, what is wrong and what to do)."""
     rollout, problems = config.rollout, []
     how = f"rollout.schedule = {rollout.schedule!r}"
@@ -37,7 +39,7 @@ def of_rollouts(config: Config) -> list[tuple[str, str]]:
     return problems
 
 
-def _of_partial(config: Config) -> list[tuple[str, str]]:
+def _of_partial(config: Config) -> Faults:
     rollout, how = config.rollout, f"rollout.partial = {config.rollout.partial!r}"
     if rollout.partial == "drop":
         return []
@@ -50,7 +52,4 @@ def _of_partial(config: Config) -> list[tuple[str, str]]:
     if config.agent.enabled:  # an episode could be held only with the state of its tools, or of a program outside
         text = f"{how}: episodes of agent.environment or agent.tools are not held, as their environments go on: "
         problems.append(("rollout.partial", f"{text}set 'drop', or rollout.schedule = 'async'"))
-    if rollout.partial == "mask" and rollout.generate != "none":
-        text = f"{how} needs to know which weights drew each token, which rollout.generate does not say"
-        problems.append(("rollout.partial", f"{text}: choose 'correct'"))
     return problems

@@ -27,7 +27,7 @@ from lightrl.config.evaluation import EvalConfig as EvalConfig
 from lightrl.config.evaluation import EvalSetConfig as EvalSetConfig
 from lightrl.config.evaluation import EvaluatorConfig as EvaluatorConfig
 from lightrl.config.evaluation import of_evaluation
-from lightrl.config.kinds import STRICT, Code, Count, Fraction, NonNegative, PositiveFloat, PositiveInt, Seconds
+from lightrl.config.kinds import STRICT, Code, Count, Faults, Fraction, NonNegative, PositiveFloat, PositiveInt, Seconds
 from lightrl.config.looking import DebugConfig as DebugConfig
 from lightrl.config.looking import DumpConfig as DumpConfig
 from lightrl.config.looking import of_looking
@@ -359,9 +359,9 @@ class Config:
     dump: DumpConfig = field(default_factory=DumpConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
-    def validate(self, command: str = "train") -> list[tuple[str, str]]:
+    def validate(self, command: str = "train") -> Faults:
         """Rules between sections, as (key, what is wrong and what to do); empty when all hold. Of `command`, if any."""
-        problems: list[tuple[str, str]] = []
+        problems: Faults = []
         if self.algorithm.minibatches_per_step > self.rollout.prompts_per_step:
             problems.append(
                 (
@@ -390,7 +390,7 @@ class Config:
             problems.append(("checkpoint.best_metric", "only used with checkpoint.keep_best > 0: set it, or drop this"))
         return problems
 
-    def required(self, command: str = "train") -> list[tuple[str, str]]:
+    def required(self, command: str = "train") -> Faults:
         """Keys that the command cannot do without and that are not set."""
         missing = []
         if not self.model.path:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +21,7 @@ from lightrl.rewards import Scorer
 from lightrl.rollout.collect import apply_truncation, run_async
 from lightrl.types import Sample, SampleGroup, Status
 
+_LONGEST_LABEL, _LEAST_RESPONSE = 24, 12  # columns
 _OF_SCORING = ("reward", "missing_think", "grading_limit")  # metadata that the old reward left
 _NOT_ABOUT = ("lightrl_rollouts", "step", "rank", "world_size", "groups", "selection")
 
@@ -107,17 +109,8 @@ def _change(entry: tuple[int, Sample, Sample]) -> float:
 
 
 def _print(comparison: Comparison, console: Console) -> None:
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("step", "sample", "old", "new"):
-        grid.add_column(name, justify="right")
-    grid.add_column("label", overflow="ellipsis", max_width=24, no_wrap=True)
-    grid.add_column("response", no_wrap=True, overflow="ellipsis", ratio=1)
-    for step, before, after in comparison.changed:
-        cells = (str(step), f"{before.group_index}/{before.index}", _shown(before.reward), _shown(after.reward))
-        texts = preview(str(before.prompt.label)), preview(before.response)
-        grid.add_row(*(Text(cell) for cell in (*cells, *texts)))
     if comparison.changed:
-        console.print(grid)
+        console.print(_changes(comparison, console.width), crop=False)
     summary = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "samples", "scored", "mean", "±std", "lowest", "highest"):
         summary.add_column(name, justify="right")
@@ -125,6 +118,31 @@ def _print(comparison: Comparison, console: Console) -> None:
         summary.add_row(name, *_summary(rewards))
     console.print(summary)
     console.print(Text(f"{comparison.num_changed} of {len(comparison.old)} rewards changed"))
+
+
+def _changes(comparison: Comparison, width: int) -> Table:
+    """A line a change. What gives way in a narrow window is the response, and not what it was given."""
+    rows = [
+        (str(step), f"{old.group_index}/{old.index}", _shown(old.reward), _shown(new.reward), _label(old), old.response)
+        for step, old, new in comparison.changed
+    ]
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(("step", "sample", "old", "new", "label")):
+        widest = max([len(name), *(cell_len(row[i]) for row in rows)])
+        grid.add_column(name, justify="left" if name == "label" else "right", no_wrap=True, min_width=widest)
+        width -= widest + 2
+    grid.add_column("response", no_wrap=True, min_width=_LEAST_RESPONSE)
+    for row in rows:
+        response = Text(preview(row[-1]))
+        response.truncate(max(width, _LEAST_RESPONSE), overflow="ellipsis")
+        grid.add_row(*(Text(cell) for cell in row[:-1]), response)
+    return grid
+
+
+def _label(sample: Sample) -> str:
+    label = Text(preview(str(sample.prompt.label)))
+    label.truncate(_LONGEST_LABEL, overflow="ellipsis")
+    return label.plain
 
 
 def _summary(rewards: Iterable[float | None]) -> list[str]:

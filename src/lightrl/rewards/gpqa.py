@@ -8,10 +8,13 @@ import string
 from lightrl.rewards.answer import Answer
 from lightrl.rewards.box import TAIL
 
-# `\s*+` gives nothing back: with `\s*`, a run of n spaces would be split between two of them in n ways.
+# What dresses a letter up: Markdown's stars, brackets, LaTeX. `*+` gives nothing back: with `*`, a run of n spaces
+# would be split between two of them in n ways.
+_BEFORE = r"(?:[\s:*_$({\[]|\\(?:boxed|text(?:bf|it|rm)?|math(?:bf|it|rm)|\())*+"
+_BEHIND = r"[\s*_$)}\]]*+"
 _STATED = (
-    re.compile(r"(?i:answer|option|choice)\s*+(?i:is|:)?\s*+\(?([A-Z]|[b-hj-z])\b"),  # lower-case a and i are words
-    re.compile(r"\b([A-Z]|[b-hj-z])\)?\s*+(?i:is)\s*+(?i:the)?\s*+(?i:correct)"),
+    re.compile(rf"(?i:answer|option|choice){_BEFORE}(?i:is)?{_BEFORE}([A-Z]|[b-hj-z])\b"),  # `a` and `i` are words
+    re.compile(rf"\b([A-Z]|[b-hj-z]){_BEHIND}(?i:is)\s*+(?i:the)?\s*+(?i:correct)"),
 )
 _LETTER = re.compile(r"\b([A-Z])\b")
 

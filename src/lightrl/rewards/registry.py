@@ -50,8 +50,9 @@ def find_rule(name: str) -> tuple[Rule, bool]:
     if bare in RULES:
         return RULES[bare], bare != name
     close = difflib.get_close_matches(bare, RULES, n=2)
-    if "." in name and all(part.isidentifier() for part in name.split(".")):  # a function, as Python writes it
-        close = [":".join(name.rsplit(".", 1))]
+    if "." in name and all(part.isidentifier() for part in name.split(".")):  # as Python writes a function, or a module
+        is_module = not (hooks.fault(f"{name}:_") or "").startswith("no module")
+        close = [f"{name}:FUNCTION" if is_module else ":".join(name.rsplit(".", 1))]
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     raise UserError(
         f"no reward rule {name!r}: {hint}the rules are {', '.join(RULES)} ({BOXED}NAME grades the last box); a "

@@ -43,7 +43,11 @@ def _number(value: Any, what: str) -> float:
             value = value.item()  # numpy and torch scalars
     if not isinstance(value, numbers.Real):  # bool is one
         raise BadReward(f"{what} is {_describe(value)}, not a number")
-    number = float(value)
+    return checked(float(value), what)
+
+
+def checked(number: float, what: str) -> float:
+    """A number that training can take as a reward, whoever gave it. Raises BadReward."""
     if not math.isfinite(number):
         raise BadReward(f"{what} is {number}, not a finite number")
     if abs(number) > LARGEST:

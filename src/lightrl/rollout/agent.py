@@ -20,6 +20,7 @@ from lightrl.config.schema import AgentConfig, EndpointConfig, SandboxConfig
 from lightrl.engine.base import EngineLostError
 from lightrl.errors import UserError
 from lightrl.rewards.calls import Caller
+from lightrl.rewards.values import checked
 from lightrl.rollout.collect import Sampler, Work, sample_seed
 from lightrl.rollout.conversation import ChatTemplate, TemplateError
 from lightrl.rollout.environment import Step, ToolEnvironment
@@ -226,6 +227,9 @@ class AgentSampler(Sampler):
             if hasattr(environment, "run"):
                 async with asyncio.timeout(max(episode.seconds_left, 0.0)):
                     await environment.run(episode)
+                for conversation in episode.conversations:  # a program sets it as it likes
+                    if conversation.reward is not None:
+                        conversation.reward = checked(float(conversation.reward), "the environment's reward")
             else:
                 await self._converse(episode, environment)
         except (EpisodeOver, EngineLostError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -70,6 +71,9 @@ class Sampler:
     generate: Generate | None = None
     """Answers prompts in place of one request to the engine for each (`rollout.generate`)."""
     watch: Watch | None = None
+    context_length: int = sys.maxsize
+    """What a `generate` hook's samples have to fit into, as `vocab_size` their ids."""
+    vocab_size: int = sys.maxsize
 
     async def complete(self, work: Work) -> SampleGroup | None:
         """Sample the answers that are missing and score all; None for work that was dropped meanwhile.
@@ -115,6 +119,8 @@ class Sampler:
                 seed=self.seed,
                 stream=self.stream,
                 watch=self.watch,
+                context_length=self.context_length,
+                vocab_size=self.vocab_size,
             )
         )
         return await work.hook.samples(self.generate)

@@ -165,6 +165,7 @@ class ChatTemplate:
             raise TemplateError(f"the chat template failed: {one_line(error)}") from error
 
     def _encode(self, text: str) -> list[int]:
+        text = text.encode("utf-8", "replace").decode()  # what tools are called may hold half a character
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _token(self, token: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from lightrl.engine.base import Completion, EngineLostError, SamplingParams
+from lightrl.rewards.values import checked
 from lightrl.rollout.conversation import ChatTemplate, Message
 from lightrl.rollout.environment import Turn, results
 from lightrl.rollout.rounds import Ask, Rounds
@@ -325,13 +325,10 @@ class Episode:
 
 
 def add_reward(conversation: Conversation, reward: Any) -> None:
-    """ValueError for what is no finite number."""
-    if reward is None:
-        return
-    value = float(reward)
-    if not math.isfinite(value):
-        raise ValueError(f"the environment's reward is {value}")
-    conversation.reward = value + (conversation.reward or 0.0)
+    """ValueError for what is no number, or none that can be trained on."""
+    if reward is not None:
+        value = float(reward) + (conversation.reward or 0.0)
+        conversation.reward = checked(value, "the environment's reward")
 
 
 def _checked(message: Any) -> Message:

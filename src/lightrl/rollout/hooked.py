@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from lightrl import hooks
 from lightrl.engine.base import Completion, Engine, EngineLostError, GenerateRequest, SamplingParams
 from lightrl.errors import LostError, UserError
+from lightrl.rewards.values import BadReward, checked
 from lightrl.rollout.seeds import sample_seed
 from lightrl.types import Prompt, Sample, Status
 
@@ -39,6 +41,10 @@ class GenerateTask:
     stream: str
     watch: Callable[[str, int, Sequence[int], float, float], None] | None = None
     """Told of each turn, for `log.timeline_steps`."""
+    context_length: int = sys.maxsize
+    """Most tokens of a sample, prompt and response together."""
+    vocab_size: int = sys.maxsize
+    """Token ids are below it."""
     _flying: dict[str, asyncio.Task[list[Completion]]] = field(default_factory=dict, repr=False)
     _asked: set[str] = field(default_factory=set, repr=False)
     _lost: list[EngineLostError] = field(default_factory=list, repr=False)
@@ -79,7 +85,7 @@ class GenerateTask:
         """The sample of these parts, one after the other behind the prompt: answers of the engine, and token ids given
         in between (tool output …), which carry no loss and have log-prob 0. `fields` are set besides.
 
-        Status and policy versions are those of the answers: the last one's status, each version once.
+        Status and policy versions are those of the answers: the last one's status, versions in the order of tokens.
         """
         answers = [part for part in parts if isinstance(part, Completion)]
         response: list[int] = []
@@ -91,10 +97,12 @@ class GenerateTask:
             response += ids
             mask += [int(not given)] * len(ids)
             logprobs += [0.0] * len(ids) if isinstance(part, list) else part.logprobs
+        versions = _versions(parts)
         made: dict[str, Any] = {
             "response": self.decode(response),
             "loss_mask": None if all(mask) else mask,
-            "policy_versions": sorted({version for answer in answers for version in answer.policy_versions}),
+            "policy_versions": [version for version, _ in versions],
+            "version_tokens": [count for _, count in versions] if len(versions) > 1 else None,
             "status": answers[-1].status if answers else Status.FAILED,
         }
         if len(parts) == 1 and answers:
@@ -116,6 +124,25 @@ class GenerateTask:
             rollout_logprobs=logprobs,
             **{**made, **fields},
         )
+
+
+def _versions(parts: Sequence[Completion | list[int]]) -> list[tuple[int, int]]:
+    """Which policy version gave how many tokens, in their order. Given tokens count to the answer before them."""
+    found: list[tuple[int, int]] = []
+    given = 0  # before the first answer
+    for part in parts:
+        if isinstance(part, list) or not part.policy_versions:
+            count = len(part) if isinstance(part, list) else len(part.tokens)
+            if found:
+                found[-1] = found[-1][0], found[-1][1] + count
+            else:
+                given += count
+            continue
+        for version, count in zip(part.policy_versions, part.version_tokens or [len(part.tokens)], strict=True):
+            before = found.pop()[1] if found and found[-1][0] == version else 0
+            found.append((version, before + count + given))
+            given = 0
+    return found
 
 
 Generate = Callable[[GenerateTask], Awaitable[Sequence[Sample]]]
@@ -235,6 +262,10 @@ def _fault(sample: Sample, task: GenerateTask) -> str | None:
         return f"response_length is {sample.response_length} of {len(sample.tokens)} tokens"
     if sample.response_length == len(sample.tokens):
         return "no prompt before the response: the first response token could not be predicted from anything"
+    if (largest := max(sample.tokens)) >= task.vocab_size:
+        return f"token {largest} is none of the model's {task.vocab_size}"
+    if len(sample.tokens) > task.context_length:
+        return f"{len(sample.tokens)} tokens are more than the model's context of {task.context_length}"
     length = sample.response_length
     for name, values in (("loss_mask", sample.loss_mask), ("rollout_logprobs", sample.rollout_logprobs)):
         if values is not None and len(values) != length:
@@ -247,13 +278,17 @@ def _fault(sample: Sample, task: GenerateTask) -> str | None:
     for logprob, counts in zip(logprobs, sample.mask, strict=True):
         if logprob is None and not counts:  # of a token that was given
             continue
-        if not isinstance(logprob, float | int) or math.isnan(logprob) or logprob > 1e-3:
+        if not isinstance(logprob, float | int) or not math.isfinite(logprob) or logprob > 1e-3:
             return f"rollout_logprobs holds {logprob!r}: log-probs are numbers of at most 0"
     if not isinstance(sample.status, Status):
         return f"status is {sample.status!r}, not a Status"
     reward = sample.reward
-    if reward is not None and (not isinstance(reward, float | int) or not math.isfinite(reward)):
+    if reward is not None and not isinstance(reward, float | int):
         return f"reward is {reward!r}, not a finite number (None: it is scored)"
+    try:
+        checked(float(reward or 0.0), "reward")
+    except (BadReward, OverflowError) as error:
+        return f"{error} (None: it is scored)"
     return None
 
 

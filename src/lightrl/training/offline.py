@@ -25,6 +25,7 @@ from lightrl.distributed.fsdp import set_gradient_sync
 from lightrl.distributed.mesh import deal, init_world, set_deterministic
 from lightrl.errors import UserError, end
 from lightrl.models import load
+from lightrl.models.context import context_length, longrope_notice
 from lightrl.models.registry import stock_notice
 from lightrl.observe.console import Columns, Console
 from lightrl.observe.metrics import Tally
@@ -119,7 +120,7 @@ class OfflineTrainer(ABC, Generic[Row]):
         setup.check_parallel(config.parallel, self.hf_config, f"model.path = {model.path}")
         folder = load.resolve_checkpoint(model.path, model.revision, weights=False)
         self.end_ids = load.eos_token_ids(str(folder), self.hf_config, self.tokenizer)
-        self.context_length = load.context_length(self.hf_config) or setup.UNKNOWN_CONTEXT
+        self.context_length = context_length(self.hf_config) or setup.UNKNOWN_CONTEXT
         self.rows: RowSet[Row] = self._checked(config.data)
         self.eval_sets = {spec.name: self._checked(set_data(config.data, spec)) for spec in config.eval.sets}
         self.source = PromptSource(self.rows, seed=config.run.seed, shuffle=config.data.shuffle)
@@ -292,6 +293,9 @@ class OfflineTrainer(ABC, Generic[Row]):
             self.console.notice(text)
         if unused := unused_settings(self.config, self.command):
             self.console.notice(f"not used by lightrl {self.command}: {', '.join(unused)}")
+        if self.section.epochs is not None and self.config.run.steps != type(self.config.run)().steps:
+            which = f"{self.command}.epochs = {self.section.epochs:g}"
+            self.console.notice(f"run.steps = {self.config.run.steps} is not used: {which} says how long the run is")
         size = self._next_size()
         if size > len(self.rows):
             self.console.warning(
@@ -300,6 +304,8 @@ class OfflineTrainer(ABC, Generic[Row]):
             )
         if not self.model.module.packed:
             self.console.warning(stock_notice(self.model.hf_config))
+        if (text := longrope_notice(self.model.hf_config)) is not None:
+            self.console.warning(text)
         epochs = self.section.epochs or self.total_steps * self.section.batch_size / len(self.rows)
         facts = setup.model_facts(self.config, self.world, self.model) | dict(self.describe())
         steps = f"{facts['step']}; {self.total_steps} steps, {epochs:.3g} epochs"

@@ -20,6 +20,7 @@ from lightrl.config.schema import Config
 from lightrl.distributed.mesh import World
 from lightrl.distributed.offload import TrainingState
 from lightrl.engine.base import Engine, EngineLostError, Restartable
+from lightrl.errors import UserError
 from lightrl.observe.metrics import Tally
 from lightrl.rollout.background import Background
 from lightrl.rollout.carried import CarriedCollection, Carry
@@ -255,15 +256,21 @@ def _episode(sample: Sample) -> tuple[int, int, bool]:
 
 def mask_older(groups: Sequence[SampleGroup], version: int) -> None:
     """`rollout.partial = "mask"`: tokens that older weights drew leave the loss; their sample stays in the baseline."""
-    for sample in (s for group in groups for s in group.samples):
+    for sample in (s for group in groups for s in group.scored):
         versions = versions_of(sample)
         if any(v != version for v in versions):
             sample.loss_mask = [int(m and v == version) for m, v in zip(sample.mask, versions, strict=True)]
 
 
 def versions_of(sample: Sample) -> list[int]:
-    """Of each token of the response."""
+    """Of each token of the response. UserError for a sample, of a hook, that does not say."""
     counts = sample.version_tokens or [sample.response_length] * len(sample.policy_versions)
+    if len(counts) != len(sample.policy_versions) or sum(counts) != sample.response_length:
+        raise UserError(
+            f"rollout.generate: sample {sample.group_index}/{sample.index} has policy_versions "
+            f"{sample.policy_versions} and version_tokens {sample.version_tokens} for {sample.response_length} tokens: "
+            "say how many each version gave, as task.sample does"
+        )
     return [v for v, count in zip(sample.policy_versions, counts, strict=True) for _ in range(count)]
 
 

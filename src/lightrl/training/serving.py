@@ -13,7 +13,7 @@ from lightrl.config.schema import AgentConfig, Config
 from lightrl.distributed.mesh import World
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError, end
-from lightrl.models import load
+from lightrl.models import context, load
 from lightrl.rollout.agent import Agent, AgentSampler
 from lightrl.rollout.conversation import ChatTemplate, TemplateError
 from lightrl.rollout.endpoint import read_key
@@ -45,7 +45,7 @@ def serve(
         hf_config, tokenizer = load.load_config_and_tokenizer(
             model.path, model.revision, model.tokenizer, model.trust_remote_code
         )
-        context_length = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT
+        context_length = context.context_length(hf_config) or setup.UNKNOWN_CONTEXT
         limits = _limits(config)
         end_ids = load.eos_token_ids(model.path, hf_config, tokenizer, model.revision)
         template = _template(config, tokenizer, end_ids)

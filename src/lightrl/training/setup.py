@@ -27,7 +27,9 @@ from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import SamplingParams
 from lightrl.errors import UserError
 from lightrl.models import load, lora
+from lightrl.models.context import longrope_notice
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
+from lightrl.models.value_head import load_value_config
 from lightrl.rollout import agent
 from lightrl.rollout.agent import Agent
 from lightrl.training.critic import Critic, critic_model
@@ -122,6 +124,13 @@ def check_vocabulary(prompts: Iterable[Prompt | Conversation], tokenizer: Any, h
             )
 
 
+def check_stop_ids(config: Config, hf_config: Any) -> None:
+    """UserError for an id that the model cannot sample: nothing would ever stop there."""
+    size = int(hf_config.get_text_config().vocab_size)
+    if (largest := max(config.rollout.stop_token_ids, default=0)) >= size:
+        raise UserError(f"rollout.stop_token_ids: {largest} is none of the model's {size} tokens: correct or remove it")
+
+
 def check_parallel(config: ParallelConfig, hf_config: Any, model: str, *, needs_experts: bool = True) -> None:
     """UserError for a model that cannot be spread as `[parallel]` asks; `model` names it: `model.path = …`.
 
@@ -156,7 +165,7 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
     if config.algorithm.estimator.critic:
         model = critic_model(config)
         folder = load.resolve_checkpoint(model.path, model.revision, weights=False, key="critic.path")
-        load.load_value_config(folder, model.trust_remote_code)
+        load_value_config(folder, model.trust_remote_code)
 
 
 def reward_section(config: Config) -> RewardConfig:
@@ -229,6 +238,7 @@ def training_state(
 def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -> list[str]:
     """What goes, and is worth a look."""
     found = [] if policy.module.packed else [stock_notice(policy.hf_config)]
+    found += filter(None, [longrope_notice(policy.hf_config)])
     if (drawn := config.rollout.prompts_per_draw) > num_prompts:
         key = "oversample_prompts" if config.rollout.oversample_prompts else "prompts_per_step"
         found.append(

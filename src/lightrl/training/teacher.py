@@ -19,6 +19,7 @@ from lightrl.errors import UserError
 from lightrl.kernels.divergence import Head, linear_top_logprobs
 from lightrl.kernels.logprob import linear_logprobs
 from lightrl.models import load, registry
+from lightrl.models.context import context_length
 from lightrl.training.policy import Policy, PolicyModule, TeacherHead, logprobs_at
 from lightrl.training.setup import check_parallel
 from lightrl.types import Microbatch, Prompt, SampleGroup
@@ -200,7 +201,7 @@ def check_teacher(config: Config, hf_config: Any, tokenizer: Any, prompts: Itera
             "vocabulary; name a model of its family"
         )
     check_parallel(config.parallel, theirs, f"teacher.path = {path}", needs_experts=False)
-    context = load.context_length(theirs)
+    context = context_length(theirs)
     if context is not None and context < longest:
         raise UserError(
             f"teacher.path: {path} reads {context} tokens, and prompts with answers of rollout.max_response_tokens = "

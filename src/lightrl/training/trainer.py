@@ -23,6 +23,7 @@ from lightrl.distributed.offload import TrainingState
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError, end
 from lightrl.models import load
+from lightrl.models.context import context_length
 from lightrl.observe.console import Console
 from lightrl.observe.dumps import SampleWriter
 from lightrl.observe.metrics import Tally, agent_metrics, rollout_metrics, step_metrics
@@ -97,7 +98,7 @@ class Trainer:
         )
         setup.check_parallel(config.parallel, hf_config, f"model.path = {model.path}")
         setup.check_replay(config.correction, hf_config, f"model.path = {model.path}")
-        self.context_length = load.context_length(hf_config) or setup.UNKNOWN_CONTEXT
+        self.context_length = context_length(hf_config) or setup.UNKNOWN_CONTEXT
         self.agent = setup.load_agent(
             config,
             hf_config,
@@ -118,6 +119,7 @@ class Trainer:
         )
         self.dumped = DumpedRollouts.open(config, int(hf_config.get_text_config().vocab_size))
         setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
+        setup.check_stop_ids(config, hf_config)
         setup.check_reference(config, hf_config, self.tokenizer)
         if self._has_teacher:
             check_teacher(config, hf_config, self.tokenizer, self.prompts)
@@ -334,6 +336,8 @@ class Trainer:
             seed=self.config.run.seed,
             generate=self.generate,
             watch=self.probe.watch_any if self.rollouts.carries else self.probe.watch,
+            context_length=self.context_length,
+            vocab_size=int(self.policy.hf_config.get_text_config().vocab_size),
         )
 
     def pack(self, groups: Sequence[SampleGroup]) -> list[list[Microbatch]]:

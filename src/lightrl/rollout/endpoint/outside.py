@@ -18,6 +18,7 @@ from lightrl import hooks
 from lightrl.config.schema import AgentConfig, EndpointConfig
 from lightrl.errors import UserError
 from lightrl.rewards.calls import Caller
+from lightrl.rewards.values import checked
 from lightrl.rollout.conversation import ChatTemplate
 from lightrl.rollout.endpoint.server import Access, Endpoint
 from lightrl.rollout.endpoint.session import Session, SessionError
@@ -220,10 +221,7 @@ def _number(value: Any) -> float | None:
     """A reward, or None; ValueError or TypeError for anything else."""
     if value is None:
         return None
-    number = float(value)
-    if number != number or number in (float("inf"), float("-inf")):
-        raise ValueError(f"the agent's reward is {number}")
-    return number
+    return checked(float(value), "the agent's reward")
 
 
 Function = Callable[[OutsideSession], Any]

@@ -7,7 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from lightrl.rewards.values import BadReward, checked
 from lightrl.rollout.conversation import Message
+from lightrl.rollout.tools.parsers import whole_characters
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # What is said about a request changes nothing of the answer; other settings may be sent with the value that means none.
@@ -108,6 +110,10 @@ def parse_reward(body: bytes) -> tuple[float, dict[str, Any]]:
     reward = _number(data, "reward", float, None, None)
     if reward is None:
         raise _wrong("reward", "a number")
+    try:
+        reward = checked(reward, "the reward")
+    except BadReward as error:
+        raise ApiError(400, str(error), param="reward", code="invalid_value") from None
     info = data.get("info") or {}
     if not isinstance(info, dict):
         raise _wrong("info", "an object")
@@ -189,7 +195,7 @@ def _call(value: Any, where: str) -> dict[str, Any]:
         raise _wrong(where, "a call of a function")
     text = _string(function.get("arguments"), f"{where}.function.arguments")
     try:
-        arguments = json.loads(text or "{}", parse_constant=_refuse)
+        arguments = whole_characters(json.loads(text or "{}", parse_constant=_refuse))
     except (ValueError, RecursionError):
         raise _wrong(f"{where}.function.arguments", "JSON in a string") from None
     name, number = _string(function.get("name"), f"{where}.function.name"), _string(value.get("id"), f"{where}.id")

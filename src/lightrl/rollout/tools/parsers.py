@@ -97,7 +97,18 @@ def _checked(name: str, arguments: Any) -> Call:
             return Call(name=name, error="the arguments are not valid JSON")
     if not isinstance(arguments, dict):
         return Call(name=name, error="the arguments are not an object")
-    return Call(name=name, arguments=arguments)
+    try:
+        return Call(name=name, arguments=whole_characters(arguments))
+    except RecursionError:
+        return Call(name=name, error="the arguments are nested too deep")
+
+
+def whole_characters(value: Any) -> Any:
+    """JSON in which each half of a character that it spells out (`"\\ud83d"`) is a question mark: no tokenizer, file
+    or process takes one."""
+    text = json.dumps(value, ensure_ascii=False)
+    replaced = text.encode("utf-8", "replace")
+    return json.loads(replaced) if replaced != text.encode("utf-8", "surrogatepass") else value
 
 
 def _sglang_parser(name: str, definitions: Sequence[Definition]) -> Parser:
