@@ -91,6 +91,10 @@ class RolloutRank:
         if self._error is not None:
             raise unpack_error(self._error)
 
+    @property
+    def is_lost(self) -> bool:
+        return self._error is not None
+
     def wait(self, future: Future[Any]) -> Any:
         """The result, or why it does not come."""
         while not wait([future], _LOOK).done:
@@ -196,7 +200,7 @@ class RemoteEngine:
         self._asking: tuple[asyncio.AbstractEventLoop, list[tuple[int, GenerateRequest, asyncio.Future[Any]]]] | None
         self._asking = None
         self._sender: Sender | None = None
-        self._closed = False
+        self._closed = self._is_broken = False
         self._together(lambda: self._meet(about, device, bucket_bytes, dtypes or {}))
         for rank in self._ranks:
             rank.wait(rank.ready)
@@ -330,7 +334,9 @@ class RemoteEngine:
 
     def _send(self, groups: Groups) -> None:
         if self._sender is not None:
+            self._is_broken = True  # up to its end
             self._sender.send(groups)
+            self._is_broken = False
 
     def _announce(self, contents: Contents | None) -> None:
         for rank in self._ranks:
@@ -388,7 +394,7 @@ class RemoteEngine:
         for rank in self._ranks:
             rank.close()
         if self._sender is not None:
-            leave(self._sender.group)
+            leave(self._sender.group, is_broken=self._is_broken or any(rank.is_lost for rank in self._ranks))
 
     # ---- the training ranks
 

@@ -81,7 +81,8 @@ class RolloutService:
                 await asyncio.wait([asyncio.wrap_future(closing)], timeout=_CLOSE)
             self._over.set()
             if self._receiver is not None:
-                await self._in_thread(leave, self._receiver.group)
+                is_broken = self._end.cancelled() or not self._end.done() or self._end.exception() is not None
+                await self._in_thread(partial(leave, self._receiver.group, is_broken=is_broken))
             for channel in self._channels.values():
                 channel.close()
 
