@@ -66,7 +66,12 @@ SHAPES |= MIXTURES
 GOALS = {("Qwen3-0.6B", 1): 2.0, ("Qwen3-4B", 1): 1.7, ("Qwen3-0.6B", 8): 1.7, ("Qwen3-4B", 8): 1.7}
 GOALS |= {("Qwen3-30B-A3B-stack", count): 1.5 for count in (1, 8)}
 PEAK = 989.4e12
-VARIANTS = {"kept": "attention kept", "all": "all recomputed", "none": "nothing recomputed"}  # in ours
+VARIANTS = {  # of ours
+    "kept": "attention kept",
+    "gathered": "attention kept, weights gathered once",
+    "all": "all recomputed",
+    "none": "nothing recomputed",
+}
 PEER = "transformers, FSDP2, SDPA flash"
 PEERS = {"peer": PEER, "peer_default": "transformers, FSDP2, SDPA as torch chooses"}
 OPTIONS = ("rows", "variants", "repeats", "device", "kernels", "profile", "compile_peer")
@@ -259,6 +264,7 @@ class Ours(Trained):
             compute_dtype=dtype,
             activation_checkpointing=variant != "none",
             recompute_attention=variant == "all",
+            reshard_after_forward=variant != "gathered",
             kernels=kernels,
         )
         self.policy = Policy.without_weights(settings, config, world, source=Path("."))
@@ -303,15 +309,15 @@ class Ours(Trained):
 
 
 class Peer(Trained):
-    def __init__(self, config: Any, world: Any, *, compiled: bool = False) -> None:
+    def __init__(self, config: Any, world: Any, *, compiled: bool = False, half: bool = True) -> None:
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         from lightrl.models import load
 
-        self.device = world.device
-        half = torch.bfloat16 if world.device.type == "cuda" else None
-        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        self.device, self.half = world.device, half  # the flash kernel takes no float32
+        dtype = torch.bfloat16 if half and world.device.type == "cuda" else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         experts = {"experts_implementation": "grouped_mm"} if hasattr(config, "num_experts") else {}
         model: Any = load.empty_model(config, attn_implementation="sdpa", **experts)
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -336,7 +342,7 @@ class Peer(Trained):
         import torch
 
         def step() -> None:
-            with self.kernel() if flash else nullcontext():
+            with self.kernel() if flash and self.half else nullcontext():
                 self.module(*(t.to(self.device, non_blocking=True) for t in (ids, targets))).backward()
             norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
             if torch.isfinite(norm.full_tensor()):
