@@ -230,17 +230,25 @@ def test_an_engine_over_two_ranks_is_lost_and_restarted_on_both(tmp_path: Path, 
 
 
 def endless(folder: str) -> None:
-    runs(folder, json.dumps(["a", ASYNC | ONE | {"run": {"steps": 10**6}, "checkpoint": {"every": 0}}]))
+    runs(
+        folder,
+        json.dumps(
+            ["a", ASYNC | ONE | {"run": {"steps": 10**6}, "checkpoint": {"every": 0}} | {"engine": {"hang_timeout": 4}}]
+        ),
+    )
 
 
 @pytest.mark.parametrize(
-    ("rank", "reason"),
+    ("number", "rank", "reason"),
     [
-        (0, "training rank 0 left the job: its own error says why"),
-        (1, "rank 1, which generates (parallel.rollout_ranks), left the job: its own error says why"),
+        (signal.SIGKILL, 0, "training rank 0 left the job: its own error says why"),
+        (signal.SIGKILL, 1, "rank 1, which generates (parallel.rollout_ranks), left the job: its own error says why"),
+        (signal.SIGSTOP, 1, "rank 1, which generates (parallel.rollout_ranks), gave no sign of life for "),
     ],
 )
-def test_a_rank_that_is_killed_ends_the_others_by_itself(tmp_path: Path, rank: int, reason: str) -> None:
+def test_a_rank_that_is_killed_or_stopped_ends_the_others(
+    tmp_path: Path, number: signal.Signals, rank: int, reason: str
+) -> None:
     prepared(tmp_path, "a")
     log, metrics = tmp_path / "log", tmp_path / "a" / "run" / "metrics.jsonl"
     with ranks.started_ranks(endless, 2, [str(tmp_path)], log, {}) as processes:
@@ -250,7 +258,36 @@ def test_a_rank_that_is_killed_ends_the_others_by_itself(tmp_path: Path, rank: i
             time.sleep(0.05)
         pid = processes[rank].pid
         assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         processes[1 - rank].join(60)
+        processes[rank].kill()
         assert processes[1 - rank].exitcode == 1, log.read_text()
     assert reason in log.read_text()
+
+
+def stopped_in_a_sync(folder: str) -> None:
+    """The rank that generates stands still where it is to take the first tensors of its third weights."""
+    from lightrl.sync import ranks as sync_ranks
+
+    send, count = sync_ranks.broadcast, 0
+
+    def stopping(group: Any, flat: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        if os.environ["RANK"] == "1" and count == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        send(group, flat)
+
+    sync_ranks.broadcast = stopping
+    endless(folder)
+
+
+def test_a_rank_that_stands_still_in_a_sync(tmp_path: Path) -> None:
+    """The other one waits in a broadcast by then."""
+    prepared(tmp_path, "a")
+    log = tmp_path / "log"
+    with ranks.started_ranks(stopped_in_a_sync, 2, [str(tmp_path)], log, {}) as processes:
+        processes[0].join(60)
+        processes[1].kill()
+        assert processes[0].exitcode == 1, log.read_text()
+    assert "gave no sign of life for " in log.read_text()
