@@ -403,7 +403,8 @@ def profile(world: Any, step: Callable[[], object], most: int = 40) -> None:
         if not on_device or e.device_type == torch.autograd.DeviceType.CUDA
     ]
     host = cProfile.Profile()
-    host.runcall(step)
+    with torch.autograd.set_multithreading_enabled(False):  # the backward pass in this thread
+        host.runcall(step)
     if world.is_main:
         print(f"one step {wall:.1f} ms under the profiler, {sum(e[0] for e in entries) / 1e3:.1f} ms in what follows")
         for microseconds, count, name in sorted(entries, reverse=True)[:most]:
