@@ -294,7 +294,7 @@ def test_the_newest_checkpoint_of_a_run_is_served_under_its_limits(tmp_path: Pat
         'max_response_tokens = 5\n[agent]\nenvironment = "outside"\nmax_turns = 2\n[endpoint]\n'
         f'function = "no_such_module:agent"\n[lora]\nrank = {rank}\n'
     )
-    config = load_for_run([str(toml)], [], command="serve", generate=True)
+    config = load_for_run([str(toml)], [], command="serve")
     found = []
 
     def use(url: str, key: str) -> None:

@@ -14,10 +14,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-import torch
-
 from lightrl.config.schema import Config
-from lightrl.distributed.mesh import World
+from lightrl.distributed.mesh import World, use_device
 from lightrl.distributed.offload import TrainingState
 from lightrl.engine.base import Engine, EngineLostError, Restartable
 from lightrl.errors import UserError
@@ -144,7 +142,7 @@ class CarriedRollouts(Rollouts):
         self._waited, self._since = 0.0, time.perf_counter()
         self._carry = Carry()
         self._pausable = PausableEngine(engine)
-        self._background = Background(partial(_use, world.device))
+        self._background = Background(partial(use_device, world.device))
 
     @property
     def asked(self) -> PausableEngine:
@@ -272,9 +270,3 @@ def versions_of(sample: Sample) -> list[int]:
             "say how many each version gave, as task.sample does"
         )
     return [v for v, count in zip(sample.policy_versions, counts, strict=True) for _ in range(count)]
-
-
-def _use(device: torch.device) -> None:
-    """The present GPU is a thread's own."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
