@@ -325,6 +325,15 @@ def main_status(words: list[str], status: int) -> None:
         (["--model.path", ".", "--agent.parser", "hermse"], "did you mean 'hermes'?"),
         (["--model.path", ".", "--checkpoint", "nowhere"], "serve: --checkpoint: nowhere: no such folder"),
         (["--model.path", ".", "--endpoint.prot=1"], "did you mean --endpoint.port?"),
+        (
+            [
+                "--model.path=.",
+                "--engine.kind=sglang_server",
+                '--engine.urls=["http://a:9"]',
+                "--engine.api_key_env=NONE",
+            ],
+            "engine.api_key_env: ",
+        ),
     ],
 )
 def test_mistakes_are_told_in_a_line(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
