@@ -114,6 +114,15 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {f"docs/{p.name}" for p in PAGES if p.parent.name == "docs"} <= linked
 
 
+@pages
+def test_tables_are_whole(page: Path) -> None:
+    """A blank line ends a table: the rows behind it would be plain text, and not looked at here."""
+    lines = ["", *prose(page).splitlines()]
+    for before, line, after in zip(lines, lines[1:], lines[2:], strict=False):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.match(r"\|\s*:?-", after), f"{page.name}: a row without its table: {line[:80]}"
+
+
 # ----- keys, metrics, files and messages named in the text
 
 

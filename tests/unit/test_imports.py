@@ -17,8 +17,8 @@ RECORDS = "lightrl.errors lightrl.types lightrl.threads"
 SECTION = f"{RECORDS} lightrl.config.schema"
 LIBRARY = (
     "lightrl.algorithms lightrl.config lightrl.data lightrl.distributed lightrl.engine.base lightrl.errors "
-    "lightrl.hooks lightrl.kernels lightrl.models lightrl.wrappers lightrl.observe lightrl.rewards lightrl.rollout "
-    "lightrl.sync lightrl.types"
+    "lightrl.hooks lightrl.kernels lightrl.keys lightrl.models lightrl.wrappers lightrl.observe lightrl.rewards "
+    "lightrl.rollout lightrl.sync lightrl.types"
 )
 # Room (the longest prefix of a module counts): what it may import anywhere | what only inside functions or for types.
 # Each room may import itself; the standard library is free.
@@ -34,6 +34,7 @@ RULES = {
     "ending": "lightrl.errors | torch.distributed.elastic",
     "doctor": "| rich torch lightrl.training.policy lightrl.engine.sglang_versions",
     "errors": "|",
+    "keys": "lightrl.errors |",
     "hooks": "lightrl.errors |",
     "threads": "|",
     "wrappers": "|",
@@ -53,7 +54,7 @@ RULES = {
     "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models lightrl.wrappers |",
     "engine.sglang": f"torch {SECTION} lightrl.distributed.waiting lightrl.engine lightrl.sync |",
     "engine.remote": f"torch {SECTION} lightrl.engine lightrl.sync |",
-    "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
+    "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.keys lightrl.sync |",
     "engine.sglang_host": "lightrl.errors lightrl.engine.sglang_answers lightrl.engine.sglang_arguments "
     "lightrl.engine.frames lightrl.engine.sglang_versions | sglang",
     "engine.sglang_arguments": "lightrl.errors lightrl.engine.sglang_versions |",
@@ -64,15 +65,15 @@ RULES = {
     "engine.sglang_copies": "torch |",
     "engine.sglang_derived": "torch |",
     "rollout": f"torch {SECTION} lightrl.engine.base lightrl.distributed lightrl.rewards lightrl.data lightrl.hooks |",
-    "rollout.endpoint": "h11 lightrl.config.schema lightrl.engine.base lightrl.errors lightrl.hooks lightrl.rewards "
-    "lightrl.rollout lightrl.types |",
+    "rollout.endpoint": "h11 lightrl.config.schema lightrl.engine.base lightrl.errors lightrl.hooks lightrl.keys "
+    "lightrl.rewards lightrl.rollout lightrl.types |",
     "rollout.tools.parsers": f"{SECTION} | sglang",
     "inspect": "torch rich lightrl.config lightrl.data lightrl.engine.base lightrl.errors lightrl.hooks "
     "lightrl.observe lightrl.rewards lightrl.rollout lightrl.training.hooks lightrl.types | tokenizers transformers",
     "training": f"torch transformers safetensors numpy {LIBRARY} lightrl.threads | lightrl.engine filelock",
 }
-# torchrun's variables; SGLang's; its servers' key, an evaluator's; the endpoint's, and what its agents
-# inherit; who prints an error before torch; OMP_WAIT_POLICY.
+# torchrun's variables; SGLang's; what agents outside inherit; who prints an error before torch; keys of services;
+# OMP_WAIT_POLICY.
 MAY_READ_ENVIRONMENT = {
     *(
         "distributed/mesh.py",
@@ -80,8 +81,8 @@ MAY_READ_ENVIRONMENT = {
         "engine/sglang_start.py",
         "engine/sglang_server.py",
         "rollout/endpoint/outside.py",
-        "training/outside_eval.py",
         "ending.py",
+        "keys.py",
         "doctor.py",
         "threads.py",
     )

@@ -204,7 +204,7 @@ def test_what_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=rf"run.toml:2: teacher.path: no such folder: {nowhere}"):
         load_for_run([tmp_path / "run.toml"], ["--model.path", str(tmp_path / "model")])
     assert refused(tmp_path, monkeypatch, {"path": None, "url": "http://127.0.0.1:9", "api_key_env": "NO_KEY"}) == (
-        "teacher.api_key_env: the environment variable NO_KEY is not set on every rank"
+        "teacher.api_key_env: the environment has no NO_KEY: export it on every rank, or drop this"
     )
 
 

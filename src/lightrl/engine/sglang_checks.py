@@ -15,18 +15,6 @@ from lightrl.errors import UserError
 _PROBE = 60.0  # seconds
 
 
-def read_key(variable: str | None, environment: Any, setting: str = "engine.api_key_env") -> str | None:
-    """The key in an environment variable. Its value is never in an error."""
-    if variable is None:
-        return None
-    key = str(environment.get(variable, "")).strip()
-    if not key:
-        raise UserError(f"{setting}: the environment variable {variable} is not set on every rank")
-    if not (key.isascii() and key.isprintable()):
-        raise UserError(f"{setting}: the value of {variable} cannot be sent: it is not printable ASCII")
-    return key
-
-
 def examine(server: Server, model: Model, *, broadcast: bool) -> None:
     """UserError where the server is not there or cannot work with this policy; sets what weight sync needs to know."""
     where = f"engine.urls: {server.url}"

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightrl.config.schema import EngineConfig, SyncConfig, TeacherConfig
+from lightrl.config.schema import EngineConfig, SyncConfig
 from lightrl.engine import sglang_checks as checks
 from lightrl.engine.base import TAGS, Completion, GenerateRequest, check_tags
 from lightrl.engine.sampling import check_request
@@ -28,6 +28,7 @@ from lightrl.engine.sglang_answers import fields_of
 from lightrl.engine.sglang_http import PAUSES, RefusedError, Server, ServerError, UnreachableError
 from lightrl.engine.sglang_requests import Model, Stops, completion_of, sampling_parameters, stops_of
 from lightrl.errors import UserError
+from lightrl.keys import read_key
 from lightrl.sync.broadcast import BroadcastSync
 from lightrl.sync.disk import DiskSync
 from lightrl.sync.peers import Groups, SyncError, Transport, post_all
@@ -47,16 +48,6 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def gather(self, record: Any) -> list[Any]: ...
-
-
-def read_key(config: EngineConfig) -> str | None:
-    """The servers' key. UserError where `engine.api_key_env` names a variable that is not set here."""
-    return checks.read_key(config.api_key_env, os.environ)
-
-
-def read_teacher_key(config: TeacherConfig) -> str | None:
-    """The same of the teacher's server, `teacher.api_key_env`."""
-    return checks.read_key(config.api_key_env, os.environ, "teacher.api_key_env")
 
 
 class SGLangServers:
@@ -92,7 +83,7 @@ class SGLangServers:
         self._together(lambda: self._connect(device, folder))
 
     def _connect(self, device: torch.device, folder: Path) -> None:
-        key = read_key(self._config)
+        key = read_key(self._config.api_key_env, "engine.api_key_env")
         self._servers = [Server(url, key, self._pauses) for url in self._config.urls]
         self._load = dict.fromkeys(self._servers, 0)
         if self._ranks.rank == 0:

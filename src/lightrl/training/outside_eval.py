@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -19,7 +18,7 @@ from urllib.parse import urlsplit
 
 from lightrl.config.schema import Config
 from lightrl.distributed.mesh import World
-from lightrl.errors import UserError
+from lightrl.keys import read_key
 from lightrl.observe.console import Console
 from lightrl.observe.trackers import Trackers
 from lightrl.threads import spawn
@@ -192,9 +191,5 @@ def make_evaluator(config: Config) -> Evaluator | None:
     spec = config.evaluator
     if spec.url is None:
         return None
-    key = None
-    if spec.api_key_env is not None and not (key := os.environ.get(spec.api_key_env, "").strip()):
-        raise UserError(f"evaluator.api_key_env: the environment has no {spec.api_key_env}: export it, or drop this")
-    if key is not None and not (key.isascii() and key.isprintable()):
-        raise UserError(f"evaluator.api_key_env: {spec.api_key_env} holds characters that no HTTP header can have")
+    key = read_key(spec.api_key_env, "evaluator.api_key_env")
     return Evaluator(url=spec.url, key=key, timeout=spec.timeout, retries=spec.retries)

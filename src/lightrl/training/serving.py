@@ -13,10 +13,10 @@ from lightrl.config.schema import AgentConfig, Config
 from lightrl.distributed.mesh import World
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError, end
+from lightrl.keys import read_key
 from lightrl.models import context, load
 from lightrl.rollout.agent import Agent, AgentSampler
 from lightrl.rollout.conversation import ChatTemplate, TemplateError
-from lightrl.rollout.endpoint import read_key
 from lightrl.rollout.endpoint.service import Service, Sessions, Unscored
 from lightrl.rollout.tools import ToolBox, load_parser
 from lightrl.sync.weights import sync_weights
@@ -57,7 +57,7 @@ def serve(
             template,
             model=model.path,
             idle=config.agent.episode_timeout,
-            key=read_key(config.endpoint),
+            key=read_key(config.endpoint.key_env, "endpoint.key_env"),
             record=_recorder(config, world, record),
         )
         held.callback(end, service.close)

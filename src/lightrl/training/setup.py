@@ -27,6 +27,7 @@ from lightrl.distributed.mesh import World, find_part, init_world
 from lightrl.distributed.offload import Offloader, TrainingState
 from lightrl.engine.base import SamplingParams
 from lightrl.errors import UserError
+from lightrl.keys import read_key
 from lightrl.models import load, lora
 from lightrl.models.context import longrope_notice
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
@@ -78,9 +79,7 @@ def check_engine(config: EngineConfig) -> None:
         sglang_arguments.check_installed()
         sglang_arguments.check(config.args)
     if config.kind == "sglang_server":
-        from lightrl.engine.sglang_server import read_key
-
-        read_key(config)
+        read_key(config.api_key_env, "engine.api_key_env")
 
 
 def join_world(config: Config) -> World:

@@ -18,6 +18,7 @@ from lightrl.distributed.mesh import World
 from lightrl.errors import UserError
 from lightrl.kernels.divergence import Head, linear_top_logprobs
 from lightrl.kernels.logprob import linear_logprobs
+from lightrl.keys import read_key
 from lightrl.models import load, registry
 from lightrl.models.context import context_length
 from lightrl.training.policy import Policy, PolicyModule, TeacherHead, logprobs_at
@@ -166,10 +167,10 @@ class Teacher:
 
 def make_server(config: TeacherConfig) -> TeacherServer:
     """The client of `teacher.url`. UserError where its key is not set."""
-    from lightrl.engine.sglang_server import read_teacher_key
     from lightrl.engine.sglang_teacher import TeacherServer
 
-    return TeacherServer(str(config.url), read_teacher_key(config), timeout=config.request_timeout)
+    key = read_key(config.api_key_env, "teacher.api_key_env")
+    return TeacherServer(str(config.url), key, timeout=config.request_timeout)
 
 
 def no_full(config: TeacherConfig) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightrl import hooks
 from lightrl.config.schema import AgentConfig, EndpointConfig
-from lightrl.errors import UserError
+from lightrl.keys import read_key
 from lightrl.rewards.calls import Caller
 from lightrl.rewards.values import checked
 from lightrl.rollout.conversation import ChatTemplate
@@ -57,7 +57,9 @@ class OutsideAgents:
         self.gives_reward = not graded
         self._config, self._agent, self._caller, self._graded = config, agent, caller, graded
         self._function = hooks.load(config.function, "endpoint.function") if config.function else None
-        self.endpoint = Endpoint(config, template, model=model, key=read_key(config), rank=rank)
+        self.endpoint = Endpoint(
+            config, template, model=model, key=read_key(config.key_env, "endpoint.key_env"), rank=rank
+        )
 
     def __call__(self) -> OutsideAgents:
         return self
@@ -132,15 +134,6 @@ class OutsideAgents:
         async with places:
             episode.rounds.enter(episode.party)
             yield
-
-
-def read_key(config: EndpointConfig) -> str | None:
-    """The key that `endpoint.key_env` names; UserError where the environment has none."""
-    if config.key_env is None:
-        return None
-    if not (key := os.environ.get(config.key_env, "").strip()):
-        raise UserError(f"endpoint.key_env: the environment has no {config.key_env}: export it, or drop this")
-    return key
 
 
 async def run_command(command: list[str], session: OutsideSession) -> None:
