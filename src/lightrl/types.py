@@ -100,10 +100,12 @@ class Sample:
 
     @property
     def prompt_length(self) -> int:
+        """In tokens."""
         return len(self.tokens) - self.response_length
 
     @property
     def response_tokens(self) -> list[int]:
+        """Ids behind the prompt."""
         return self.tokens[len(self.tokens) - self.response_length :]
 
     @property
@@ -113,6 +115,7 @@ class Sample:
 
     @property
     def mask(self) -> list[int]:
+        """1 for each response token in the loss, 0 for the others; without a `loss_mask` all are."""
         return [1] * self.response_length if self.loss_mask is None else self.loss_mask
 
 
@@ -201,4 +204,5 @@ class Microbatch:
 
     @property
     def num_tokens(self) -> int:
+        """Rows fed to the model."""
         return int(self.input_ids.numel())

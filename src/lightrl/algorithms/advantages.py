@@ -103,10 +103,8 @@ def gae(tokens: TokenRewards, *, gamma: float = 1.0, gae_lambda: float = 1.0) ->
     What the critic should have said is A_t + V_t. Axes may come before N; each row then ends with an answer's end.
     """
     assert tokens.values is not None, "GAE needs a critic's values"
-    values, goes_on = (
-        tokens.values.double(),
-        gamma * (~tokens.ends).double(),
-    )  # d_t of 10^5 tokens add up their rounding
+    values = tokens.values.double()  # d_t of 10^5 tokens add up their rounding
+    goes_on = gamma * (~tokens.ends).double()
     deltas = tokens.rewards + goes_on * values.roll(-1, -1) - values
     return reverse_scan(gae_lambda * goes_on, deltas).to(tokens.values.dtype)
 

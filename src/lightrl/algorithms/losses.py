@@ -22,9 +22,8 @@ class LossTokens:
     """What a loss knows of the response tokens of a microbatch, whose samples are whole."""
 
     logprobs: Tensor  # [N] now, with gradient
-    old_logprobs: (
-        Tensor  # [N] constant: before the step's updates, or with correction.use_rollout_logprobs the engine's
-    )
+    old_logprobs: Tensor  # [N] constant: from before the step's updates
+    """With `correction.use_rollout_logprobs` the engine's."""
     advantages: Tensor  # [N]
     samples: Samples
     rollout_logprobs: Tensor | None = None  # [N] the engine's
@@ -37,6 +36,8 @@ class LossTokens:
 
 @dataclass(kw_only=True)
 class PolicyLoss:
+    """What a policy loss makes of tokens; the sum of `loss`, weighted, is minimised, the rest is for metrics."""
+
     loss: Tensor  # [N]
     ratio: Tensor  # [N] detached
     clipped: Tensor  # [N] bool, the clipped branch was taken

@@ -23,6 +23,8 @@ class Logprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLoss:
+    """Of P pairs."""
+
     loss: Tensor  # [P]
     chosen: Tensor  # [P] implicit rewards, beta times what the loss compares; no gradient
     rejected: Tensor  # [P]

@@ -10,6 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
+    """Of N tokens."""
+
     loss: Tensor  # [N]
     clipped: Tensor  # [N] bool, the clipped branch was taken
 

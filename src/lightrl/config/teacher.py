@@ -51,6 +51,7 @@ class TeacherConfig:
 
     @property
     def enabled(self) -> bool:
+        """Is there a teacher?"""
         return self.path is not None or self.url is not None
 
     @property
@@ -60,6 +61,7 @@ class TeacherConfig:
 
     @property
     def beta(self) -> float:
+        """`jsd_beta`, or its default."""
         return 0.5 if self.jsd_beta is None else self.jsd_beta
 
     @property

@@ -115,7 +115,7 @@ class ConversationEncoder:
     # ---- where a turn lies
 
     def _turn(self, messages: Sequence[Message], tools: list[Any] | None, number: int, text: str) -> Turn:
-        stand_in = _stand_in(text)
+        stand_in = absent_word(text)
         around = self._around(messages, tools, number, text, stand_in)
         prompt = self._prompt(messages, tools, number)
         start = self._start(text, prompt, around)
@@ -226,7 +226,7 @@ class ConversationEncoder:
 
     def _closing_ids(self) -> set[int]:
         """Added tokens right after an answer: at the end, and if there is one, also before the next question."""
-        stand_in = _stand_in("")
+        stand_in = absent_word("")
         answer = {"role": "assistant", "content": stand_in}
         found = [self._following([_QUESTION, answer], stand_in)]
         if found[0] is not None:
@@ -249,7 +249,7 @@ class ConversationEncoder:
 
     def _opens_turns(self) -> bool:
         """Whether a prompt ends where an answer begins: the template opens the turn, or writes nothing to open it."""
-        stand_in = _stand_in("")
+        stand_in = absent_word("")
         try:
             prompt = self._render([_QUESTION], None)
             if self._render([_QUESTION], None, open_turn=True) != prompt:
@@ -278,7 +278,7 @@ _QUESTION: Message = {"role": "user", "content": "a"}
 _ANSWER: Message = {"role": "assistant", "content": "b"}
 
 
-def _stand_in(text: str) -> str:
+def absent_word(text: str) -> str:
     """A word that is not in the text: characters of the private use area, which no template looks for."""
     number = 0
     while (word := f"\ue0f0{number}\ue0f1") in text:

@@ -124,6 +124,7 @@ def _keeps_float32(module: nn.Module) -> bool:
 
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
+    """All groups of parameters that are gathered together, the root's first."""
     return [m for m in root.modules() if isinstance(m, FSDPModule)]
 
 

@@ -43,6 +43,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """The first rank, which speaks and writes."""
         return self.rank == 0
 
     def gather(self, record: Any) -> list[Any]:
@@ -55,6 +56,7 @@ class World:
         return records
 
     def barrier(self) -> None:
+        """Wait until all ranks are here; on the host, so that no GPU is busy with it."""
         if self.size > 1:
             with waiting(self.cpu_group):
                 dist.barrier(group=self.cpu_group)

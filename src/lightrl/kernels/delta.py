@@ -69,6 +69,8 @@ SAFE = Plan(
 
 
 class Heads(NamedTuple):
+    """How many there are, and how wide. Each key head serves `value_heads / key_heads` value heads."""
+
     key_heads: int
     key_dim: int
     value_heads: int

@@ -182,6 +182,8 @@ class Replay(_Once):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayCounts:
+    """How far a replay was from what routers would have chosen."""
+
     rows: int
     """Rows with a record, in any layer."""
     rows_other: int

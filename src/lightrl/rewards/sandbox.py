@@ -45,6 +45,7 @@ class Ran:
 
     @property
     def ok(self) -> bool:
+        """It ran to its end, with exit status 0."""
         return self.kind == "ok"
 
 

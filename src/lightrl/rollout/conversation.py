@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightrl.data.errors import one_line
+from lightrl.data.turns import absent_word
 from lightrl.errors import UserError
 
 Message = dict[str, Any]
 _QUESTION: Message = {"role": "user", "content": "a"}
 _CALL = [{"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}]
-_FIRST = "\ue0f2"  # of a word that no template looks for: characters of the private use area
-_PROBE = "\ue0f3result\ue0f4"
+_PROBE = "\ue0f3result\ue0f4"  # no template looks for characters of the private use area
 
 
 class TemplateError(UserError):
@@ -174,7 +174,4 @@ class ChatTemplate:
 
 def _stand_in(messages: Sequence[Message]) -> str:
     """A word that is in none of the messages."""
-    said, number = json.dumps(list(messages), ensure_ascii=False, default=str), 0
-    while (word := f"{_FIRST}{number}{_FIRST}") in said:
-        number += 1
-    return word
+    return absent_word(json.dumps(list(messages), ensure_ascii=False, default=str))

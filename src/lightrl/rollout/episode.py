@@ -87,6 +87,7 @@ class Conversation:
 
     @property
     def tokens_left(self) -> int:
+        """For turns and what is told between them."""
         return self._end - len(self.prompt.tokens) - len(self._tokens)
 
     async def generate(self, *, max_tokens: int | None = None) -> Turn:
@@ -297,6 +298,7 @@ class Episode:
 
     @property
     def seconds_left(self) -> float:
+        """Of `agent.episode_timeout`; below 0 once they are over."""
         return self.began + self.limits.seconds - time.monotonic()
 
     async def sample(self, conversation: Conversation, max_tokens: int) -> Completion:

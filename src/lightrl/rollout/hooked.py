@@ -51,6 +51,7 @@ class GenerateTask:
 
     @property
     def id(self) -> str:
+        """Unique in the run: what ids of requests begin with."""
         return f"{self.stream}/{self.group_index}"
 
     async def ask(self, tokens: list[int], index: int, turn: int = 0, **sampling: Any) -> Completion:

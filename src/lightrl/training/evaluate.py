@@ -24,6 +24,8 @@ from lightrl.training.rollouts import Rollouts
 
 @dataclass(kw_only=True)
 class EvalSet:
+    """One of `[[eval.sets]]`, read and ready to be sampled."""
+
     config: EvalSetConfig
     prompts: PromptSet
     scorer: Scorer

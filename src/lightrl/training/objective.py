@@ -118,6 +118,7 @@ class Correction:
 
 
 def samples_of(batch: Microbatch) -> Samples:
+    """Which tokens are in the loss, and whose they are."""
     return Samples(mask=batch.loss_mask > 0, ids=batch.sample_ids, count=len(batch.sample_keys))
 
 

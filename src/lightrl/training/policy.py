@@ -267,6 +267,7 @@ class Policy:
         fsdp.reshard_all(self.module)
 
     def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
 
@@ -374,6 +375,7 @@ def fused_kernels_run(device: torch.device) -> bool:
 
 
 def native_bfloat16(device: torch.device) -> bool:
+    """Does the hardware multiply bfloat16 itself?"""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.backends.cpu.get_cpu_capability()

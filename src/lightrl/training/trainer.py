@@ -381,6 +381,7 @@ class Trainer:
             self.teacher.add_targets(batch, self.config.correction.score_centering_top_k)
 
     def decode(self, tokens: list[int]) -> str:
+        """Text without special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _metrics(self, tally: Tally, times: dict[str, float], num_updates: int) -> dict[str, float]:
@@ -398,6 +399,7 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
+        """Of the whole run."""
         return self.config.run.steps
 
     def next_step(self) -> dict[str, float]:

@@ -31,7 +31,10 @@ from lightrl.types import Microbatch
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateResult:
+    """What an optimizer update came to."""
+
     grad_norm: float
+    """Before clipping."""
     stepped: bool
     """False: some gradient was not finite, and every rank skipped the step."""
     lr: float

@@ -83,6 +83,7 @@ class ValueModel:
         return self.module(to_device(batch, self.device), segments)
 
     def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def reclaim(self) -> None:

@@ -51,6 +51,7 @@ class Channel:
         self._reader.start()
 
     def send(self, message: dict[str, Any]) -> None:
+        """A message of JSON; nothing where the other side is gone."""
         data = frames.encode(message)
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(data)
@@ -83,11 +84,13 @@ class Listener:
         return Channel(connection)
 
     def close(self) -> None:
+        """No more come; channels stay."""
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def connect(path: str) -> Channel:
+    """To the `Listener` at `path`. OSError where nobody listens."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(path)

@@ -14,16 +14,19 @@ from lightrl.types import Status
 
 
 def pack_request(request: GenerateRequest) -> dict[str, Any]:
+    """As fields that JSON holds; lists stand for tuples."""
     return vars(request) | {"sampling": vars(request.sampling)}
 
 
 def unpack_request(fields: dict[str, Any]) -> GenerateRequest:
+    """What `pack_request` made fields of."""
     sampling: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields["sampling"].items()}
     seeds = None if fields["seeds"] is None else tuple(fields["seeds"])
     return GenerateRequest(**fields | {"sampling": SamplingParams(**sampling), "seeds": seeds})
 
 
 def pack_completion(completion: Completion) -> dict[str, Any]:
+    """As fields that JSON holds."""
     routing = completion.routing
     return vars(completion) | {
         "status": str(completion.status),
@@ -32,6 +35,7 @@ def pack_completion(completion: Completion) -> dict[str, Any]:
 
 
 def unpack_completion(fields: dict[str, Any]) -> Completion:
+    """What `pack_completion` made fields of."""
     routing = fields["routing"]
     return Completion(
         **fields | {"status": Status(fields["status"]), "routing": None if routing is None else unpack_tensor(routing)}
@@ -39,6 +43,7 @@ def unpack_completion(fields: dict[str, Any]) -> Completion:
 
 
 def pack_tensor(tensor: Tensor) -> dict[str, Any]:
+    """Shape, dtype and bytes (base64), of a dtype that numpy has."""
     data = tensor.contiguous().cpu()
     return {
         "shape": list(data.shape),
@@ -48,6 +53,7 @@ def pack_tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def unpack_tensor(fields: dict[str, Any]) -> Tensor:
+    """What `pack_tensor` made fields of, on the CPU."""
     data = bytearray(base64.b64decode(fields["data"]))
     dtype = getattr(torch, fields["dtype"])
     return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).view(fields["shape"])
