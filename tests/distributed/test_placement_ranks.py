@@ -14,6 +14,7 @@ import ranks
 import sglang_stand_in
 import tiny_run
 import torch
+from test_schedule_ranks import of_episodes
 
 ONE = {"parallel": {"rollout_ranks": 1}}
 SYNC: dict[str, Any] = {"checkpoint": {"every": 2, "hf_every": 4}}
@@ -103,11 +104,11 @@ def check_same_weights(folder: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs `sync` and `off` of one rank, which has its engine beside it."""
+    """Runs `sync`, `off` and `turns` of one rank, which has its engine beside it."""
     from lightrl.distributed.mesh import close_world
 
     folder = tmp_path_factory.mktemp("alone")
-    for name, overrides in (("sync", SYNC), ("off", OFF)):
+    for name, overrides in (("sync", SYNC), ("off", OFF), ("turns", of_episodes(OFF))):
         (folder / name).mkdir()
         noted_run(folder / name, overrides)
     close_world()
@@ -122,21 +123,23 @@ def prepared(folder: Path, *names: str) -> Path:
 
 
 def test_one_trains_and_one_generates(tmp_path: Path, alone: Path, run_distributed: Any) -> None:
-    prepared(tmp_path, "sync", "off", "async", "half")
-    jobs = [["sync", SYNC | ONE], ["off", OFF | ONE], ["async", ASYNC | ONE], ["half", SYNC | ONE, 3]]
+    prepared(tmp_path, "sync", "off", "turns", "async", "episodes", "half")
+    jobs = [["sync", SYNC | ONE], ["off", OFF | ONE], ["turns", of_episodes(OFF) | ONE], ["async", ASYNC | ONE]]
+    jobs += [["episodes", of_episodes(ASYNC) | ONE], ["half", SYNC | ONE, 3]]
     run_distributed(runs, 2, tmp_path, *map(json.dumps, jobs))
     # the same batches by the same weights: to the last bit
-    for name in ("sync", "off"):
+    for name in ("sync", "off", "turns"):
         assert rows_of(tmp_path / name) == rows_of(alone / name)
         check_same_weights(tmp_path / name, alone / name)
     ages = [row[0] - min(row[6]) for row in rows_of(tmp_path / "off")]
     assert max(ages) == 1
-    # every prompt in its order, and nothing older than allowed, though answers outlive their weights
-    rows = rows_of(tmp_path / "async")
-    assert [(row[1], row[3]) for row in rows] == [(group, i) for group in range(24) for i in range(4)]
-    ages = [row[0] - min(row[6]) for row in rows]
-    assert min(ages) >= 0
-    assert 0 < max(ages) <= 2
+    # every prompt in its order, and nothing older than allowed, though answers and episodes outlive their weights
+    for name in ("async", "episodes"):
+        rows = rows_of(tmp_path / name)
+        assert [(row[1], row[3]) for row in rows] == [(group, i) for group in range(24) for i in range(4)]
+        ages = [row[0] - min(row[6]) for row in rows]
+        assert min(ages) >= 0
+        assert 0 < max(ages) <= 2
     shares = tiny_run.metrics_of(tmp_path / "async", "engine/idle_share", "time/wait_for_rollouts")
     assert len(shares) == 6
     # stopped in its last step; three ranks go on where two were
