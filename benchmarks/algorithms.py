@@ -36,9 +36,9 @@ RECIPES: dict[str, list[str]] = {
         for loss, flags in {
             "ppo": ["--algorithm.clip_high=0.28"],
             "gspo": ["--algorithm.aggregation=sequence_mean"],
-            "cispo": [],
+            "cispo": ["--optim.lr=1e-5"],  # a wide bound, and none: the quickstart's rate is too high for four updates
             "sapo": ["--algorithm.aggregation=sequence_mean"],
-            "reinforce": [],
+            "reinforce": ["--optim.lr=1e-5"],
             "dppo_tv": ["--correction.use_rollout_logprobs=true"],
             "dppo_kl": ["--correction.use_rollout_logprobs=true"],
         }.items()

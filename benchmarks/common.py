@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -228,3 +232,91 @@ class Turns:
     def _say(self, message: dict[str, Any]) -> None:
         self._out.write(json.dumps(message) + "\n")
         self._out.flush()
+
+
+def run_ranks(script: Path, settings: Mapping[str, Any], ranks: int, *, log: Path, limit: float) -> None:
+    """Run a script under torchrun, with its settings as JSON. RuntimeError with the reason where it fails, or is not
+    over after `limit` seconds."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(script), json.dumps(settings)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        code = process.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        _end(process)
+    if code == 0:
+        return
+    text = log.read_text(encoding="utf-8", errors="replace")
+    print("\n".join(_said(text).splitlines()[-30:]), flush=True)
+    raise RuntimeError(f"not over after {limit:g} s" if code is None else f"ended with {code}: {reason_of(text)}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """torchrun ends its ranks, which end what they started."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def reason_of(log: str) -> str:
+    """The last error that a rank told.
+
+    >>> reason_of("x\\n[rank1]: lightrl.errors.UserError: no such key\\n[rank0]: more\\nfoo.ChildFailedError: \\n")
+    'UserError: no such key'
+    """
+    found = re.findall(r"^(?:\[rank\d+\]: *)?(?:\w+\.)*(\w*(?:Error|Exception): \S.*)$", log, re.MULTILINE)
+    lines = _said(log).splitlines()
+    return str(found[-1] if found else lines[-1] if lines else "it said nothing")[:500]
+
+
+def _said(log: str) -> str:
+    """What the ranks wrote, without torchrun's own report of those that failed."""
+    return re.split(r"^[EW]\d{4} .*torch/distributed/elastic/", log, maxsplit=1, flags=re.MULTILINE)[0].strip()
+
+
+class UtilizationWatch:
+    """NVML's utilization of the first GPUs: in how much of the last sixth of a second or so a kernel ran.
+
+    `samples` holds (time, mean over the GPUs) of all looks; it stays empty without GPUs, or where NVML does not tell.
+    """
+
+    def __init__(self, gpus: int) -> None:
+        self.samples: list[tuple[float, float]] = []
+        self._ended = threading.Event()
+        if not gpus:
+            return
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in _visible(gpus)]
+            pynvml.nvmlDeviceGetUtilizationRates(handles[0])
+        except Exception as error:  # no package, no driver, or a GPU that does not tell
+            print(f"no GPU utilization: {type(error).__name__}: {error}", flush=True)
+            return
+
+        def watch() -> None:
+            while not self._ended.wait(0.05):
+                with suppress(pynvml.NVMLError):
+                    shares = [pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in handles]
+                    self.samples.append((time.time(), sum(shares) / len(shares)))
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def stop(self) -> None:
+        self._ended.set()
+
+
+def _visible(gpus: int) -> list[int]:
+    """NVML's numbers of the job's GPUs: it does not know of CUDA_VISIBLE_DEVICES."""
+    named = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip().isdigit()]
+    return ([int(part) for part in named] or list(range(gpus)))[:gpus]

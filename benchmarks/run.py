@@ -40,6 +40,7 @@ OPS = {
     "step_overhead": "share of a step that neither generates nor trains, SGLang on the same GPUs",
     "parallel_step": "tokens/s of an update of a mixture, experts or rows over ranks; peer: FSDP2 alone",
     "scale_8gpu": "a 30B-A3B mixture on 8 GPUs: whole steps, weight sync, training, killed ranks, dense scaling",
+    "rollout_schedules": "samples/s by schedule, partial rollouts and over-sampling; peer: sync on the same GPUs",
     "mismatch": "nats between log-probs of trainer and SGLang, by setting; peer: bfloat16's own error",
     "sglang_generate": "tokens/s of SGLang through our engine; peer: its own offline generate",
     "quickstart_sglang": "reward of the quickstart with SGLang on the trainer's GPUs, and seconds a step",

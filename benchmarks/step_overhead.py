@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ def make_run(folder: Path, settings: dict[str, Any], load_config: Any) -> Any:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ready = folder / "ready"
     if rank == 0 and not ready.exists():
-        write_model(folder / "model", settings["shape"])
+        write_model(folder / "model", SHAPES[settings["shape"]], device="cuda")
         rng = random.Random(0)
         lines = [
             json.dumps({"input": "".join(rng.choice("abcdefghij ") for _ in range(rng.randrange(40, 80)))})
@@ -194,7 +194,8 @@ def make_run(folder: Path, settings: dict[str, Any], load_config: Any) -> Any:
     return load_config(**sections)
 
 
-def write_model(folder: Path, shape: str) -> None:
+def write_model(folder: Path, shape: Mapping[str, Any], *, device: str) -> None:
+    """Random weights of a Qwen3, drawn on `device`, and a tokenizer of letters and digits."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
@@ -205,12 +206,13 @@ def write_model(folder: Path, shape: str) -> None:
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
     fast.save_pretrained(folder)
-    config = Qwen3Config(**SHAPES[shape], architectures=["Qwen3ForCausalLM"], eos_token_id=1, pad_token_id=0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config = Qwen3Config(**shape, architectures=["Qwen3ForCausalLM"], eos_token_id=1, pad_token_id=0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16)  # drawn twice as fast
     model.save_pretrained(folder)
     del model
-    torch.cuda.empty_cache()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -303,15 +303,15 @@ class Ours(Trained):
 
 
 class Peer(Trained):
-    def __init__(self, config: Any, world: Any, *, compiled: bool = False) -> None:
+    def __init__(self, config: Any, world: Any, *, compiled: bool = False, half: bool = True) -> None:
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         from lightrl.models import load
 
-        self.device = world.device
-        half = torch.bfloat16 if world.device.type == "cuda" else None
-        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        self.device, self.half = world.device, half  # the flash kernel takes no float32
+        dtype = torch.bfloat16 if half and world.device.type == "cuda" else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         experts = {"experts_implementation": "grouped_mm"} if hasattr(config, "num_experts") else {}
         model: Any = load.empty_model(config, attn_implementation="sdpa", **experts)
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -336,7 +336,7 @@ class Peer(Trained):
         import torch
 
         def step() -> None:
-            with self.kernel() if flash else nullcontext():
+            with self.kernel() if flash and self.half else nullcontext():
                 self.module(*(t.to(self.device, non_blocking=True) for t in (ids, targets))).backward()
             norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
             if torch.isfinite(norm.full_tensor()):

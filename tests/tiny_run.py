@@ -92,11 +92,11 @@ def make_run(folder: Path, **sections: dict[str, Any]) -> Any:
     return load_config(**settings(folder, **sections))
 
 
-def exported(folder: Path, step: int) -> dict[str, Any]:
+def exported(folder: Path, step: int, run: str = "run") -> dict[str, Any]:
     """Weights that the run exported at `step` (`checkpoint.hf_every`), float32 as they are trained."""
     from safetensors.torch import load_file
 
-    return load_file(folder / "run" / "hf" / f"step_{step:06d}" / "model.safetensors")
+    return load_file(folder / run / "hf" / f"step_{step:06d}" / "model.safetensors")
 
 
 def metrics_of(folder: Path, *names: str) -> list[tuple[float, ...]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightrl.training.dpo import DPOTrainer
     from lightrl.training.hooks import Hooks, StepInfo
     from lightrl.training.reward_model import RewardModelTrainer
+    from lightrl.training.rollout_ranks import serve_rollouts
     from lightrl.training.sft import SFTTrainer
     from lightrl.training.trainer import Trainer
     from lightrl.types import Microbatch, Prompt, Sample, SampleGroup, Status
@@ -44,6 +45,7 @@ _HOMES = {
     "UserError": "lightrl.errors",
     "dump_toml": "lightrl.config.dump",
     "load_config": "lightrl.config.load",
+    "serve_rollouts": "lightrl.training.rollout_ranks",
 }
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "__version__",
     "dump_toml",
     "load_config",
+    "serve_rollouts",
 ]
 
 

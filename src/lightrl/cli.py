@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lightrl import cli_looking, ending
+from lightrl import cli_looking, cli_serve, ending
+from lightrl import cli_places as places
 from lightrl.errors import LostError, UserError
 from lightrl.threads import sleep_while_waiting
 
@@ -44,6 +44,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show, check or list the configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 cli_looking.register(app)
+cli_serve.register(app, context_settings=_RAW, options_metavar=f"{_CONFIG_ARGS} [OPTIONS]", epilog=_CONFIG_EPILOG)
 
 
 @app.callback()
@@ -127,8 +128,8 @@ def evaluate(
     sleep_while_waiting()
     paths, overrides = _split(ctx.args)
     if checkpoint is not None:
-        _must_be_folder(checkpoint, "eval: --checkpoint")
-        if _is_model(checkpoint):
+        places.must_be_folder(checkpoint, "eval: --checkpoint")
+        if places.is_model(checkpoint):
             overrides += [f"--model.path={checkpoint.absolute()}", "--run.resume=false"]
     config = _load(paths, overrides, evaluate=True)
     with _placed(paths, overrides):
@@ -151,8 +152,8 @@ def generate(
     sleep_while_waiting()
     paths, overrides = _split(ctx.args)
     if checkpoint is not None:
-        _must_be_folder(checkpoint, "generate: --checkpoint")
-        if _is_model(checkpoint):
+        places.must_be_folder(checkpoint, "generate: --checkpoint")
+        if places.is_model(checkpoint):
             overrides += [f"--model.path={checkpoint.absolute()}", "--run.resume=false"]
     config = _load(paths, overrides, generate=True)
     with _placed(paths, overrides):
@@ -176,7 +177,7 @@ def export(
     source = run or checkpoint
     if source is None or (run and checkpoint):
         raise UserError("export: name what to export by one of --run DIR and --checkpoint DIR")
-    _must_be_folder(source, "export")
+    places.must_be_folder(source, "export")
     from lightrl.training.export_cli import export_run
 
     export_run(source, out, dtype, critic=critic, adapter=adapter)
@@ -242,7 +243,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="HTML file; default: report.html in the run folder.")] = None,
 ) -> None:
     """Write a run's HTML report and the PNG of its reward curve."""
-    _must_be_folder(run, "report")
+    places.must_be_folder(run, "report")
     from lightrl.observe.report import write_report
 
     for path in write_report(run, out):
@@ -319,9 +320,10 @@ def _train(config: Config) -> None:
     trainer: Trainer | None = None
     with ending.told_when_stopped(lambda: _where(config, trainer)), ending.full_disk_told():
         from lightrl.distributed.mesh import close_world
+        from lightrl.training.rollout_ranks import serve_rollouts
         from lightrl.training.trainer import Trainer
 
-        if _is_done(config):
+        if _is_done(config) or serve_rollouts(config):
             return
         trainer = Trainer(config, claim=True)
         try:
@@ -411,16 +413,19 @@ def _evaluated(config: Config, checkpoint: Path | None) -> dict[str, float]:
 
     from lightrl.config.sampling_only import for_evaluation
     from lightrl.distributed.mesh import close_world
+    from lightrl.training.rollout_ranks import serve_rollouts
     from lightrl.training.trainer import Trainer
 
     config = for_evaluation(config)
-    state = _state_to_evaluate(config, checkpoint)
+    if serve_rollouts(config):
+        return {}
+    state = places.state_to_evaluate(config, checkpoint)
     what, where = str(state or config.model.path), ""
     if state is None and checkpoint is None and config.run.resume:
         lack = "has no checkpoint" if Path(config.run.dir).expanduser().is_dir() else "does not exist"
         where = f", the starting model: {config.run.dir} {lack}"
-    if not _is_of_the_run(config, checkpoint, state):
-        folder = str(Path(config.run.dir) / "eval" / _name_of(what))
+    if not places.is_of_the_run(config, checkpoint, state):
+        folder = str(Path(config.run.dir) / "eval" / places.name_of(what))
         config = replace(config, run=replace(config.run, dir=folder))
         where += f"; samples go to {folder}" if config.log.save_samples else ""
     trainer = Trainer(config, only_sample=True)
@@ -444,7 +449,7 @@ def _generate(config: Config, out: Path | None, steps: int, checkpoint: Path | N
         from lightrl.distributed.mesh import close_world
         from lightrl.training.generating import generate
 
-        generate(config, folder, steps=steps, checkpoint=_state_to_evaluate(config, checkpoint, "generate"))
+        generate(config, folder, steps=steps, checkpoint=places.state_to_evaluate(config, checkpoint, "generate"))
         if ending.speaks():
             print(f"wrote {folder}. Next: lightrl inspect {shlex.quote(str(folder))}")
         close_world()
@@ -454,46 +459,3 @@ def _check_gates(config: Config, metrics: dict[str, float]) -> None:
     """Exit status 1 when the last evaluation is below the `gate` of a set."""
     if missed := config.eval.missed_gates(metrics):
         ending.leave([f"gate missed: {line}" for line in missed], status=1)
-
-
-def _is_model(folder: Path) -> bool:
-    """A Hugging Face folder: the model itself, not a state of a run."""
-    return (folder / "config.json").is_file()
-
-
-def _state_to_evaluate(config: Config, checkpoint: Path | None, command: str = "eval") -> Path | None:
-    """Checkpoint folder that `lightrl eval` loads; None for the model at `model.path` as it is."""
-    from lightrl.training.checkpoint import find_fault, latest
-
-    if checkpoint is None:
-        return latest(Path(config.run.dir).expanduser() / "checkpoints") if config.run.resume else None
-    if _is_model(checkpoint):
-        return None
-    if (checkpoint / "checkpoints").is_dir():
-        if (newest := latest(checkpoint / "checkpoints")) is None:
-            raise UserError(f"{command}: --checkpoint: {checkpoint} has no checkpoint yet; name another")
-        return newest
-    if fault := find_fault(checkpoint.resolve()):
-        raise UserError(f"{command}: --checkpoint: {checkpoint} is neither a model nor a whole checkpoint: {fault}")
-    return checkpoint.resolve()
-
-
-def _is_of_the_run(config: Config, checkpoint: Path | None, state: Path | None) -> bool:
-    """Whether what is evaluated is a step of the run in `run.dir`: only its samples may stand beside the run's."""
-    from lightrl.config.rundir import holds_run
-
-    run_dir = Path(config.run.dir).expanduser()
-    if state is not None:
-        return state.resolve().parent == (run_dir / "checkpoints").resolve()
-    return checkpoint is None and not holds_run(run_dir)  # step 0 of a run to come, not of one that has its own
-
-
-def _name_of(what: str) -> str:
-    """Folder name for a model or checkpoint: the last two words of its path, such as `other-run-step_000050`."""
-    words = [part for part in Path(what).parts if part != "checkpoints"]
-    return re.sub(r"[^\w.-]+", "-", "-".join(words[-2:])).strip("-.")
-
-
-def _must_be_folder(path: Path, command: str) -> None:
-    if not path.is_dir():
-        raise UserError(f"{command}: {path}: {'not a folder' if path.exists() else 'no such folder'}")

@@ -85,9 +85,10 @@ class Sample:
     """The experts that the engine's routers chose for each token but the last, prompt included: [tokens - 1, L, k] of
     the L layers with a router, uint8 or int16; only with `correction.routing_replay = "rollout"`."""
     policy_versions: list[int] = field(default_factory=list)
-    """Policy versions that produced tokens of this response, oldest first."""
+    """Policy versions that produced tokens of this response, in the order of the tokens: oldest first."""
     version_tokens: list[int] | None = None
-    """How many tokens of the response each of `policy_versions` gave, where an answer was resumed with newer ones."""
+    """How many tokens of the response each of `policy_versions` gave, where weights changed in the middle. Tokens that
+    were given count with the turn before them."""
     status: Status = Status.COMPLETED
     reward: float | None = None
     """None until scored, and for a failed sample."""

@@ -64,7 +64,7 @@ class Clock:
 
     def _tick(self) -> None:
         self.ticks += 1
-        if self.ticks == self.last:
+        if self.last is not None and self.ticks >= self.last:  # two threads may tick at once
             self._over.set()
 
     def _kill(self) -> None:

@@ -13,6 +13,8 @@ import pytest
 import tiny_run
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # environments are there
+
 FAKE = Path(__file__).parents[1] / "engine" / "fake_sglang.py"
 ASYNC = {
     "run": {"steps": 5},
@@ -28,6 +30,14 @@ OFF = {
 }
 
 
+def of_episodes(settings: dict[str, Any]) -> dict[str, Any]:
+    """Of several turns: many tokens end one."""
+    turns = {"stop_token_ids": [3, 4, 5, 6, 7], "max_response_tokens": 60}
+    agent = {"environment": "test_agent_schedules:Slow", "max_turns": 3}
+    rollout = settings["rollout"] | turns
+    return settings | {"rollout": rollout, "agent": agent, "data": {"apply_chat_template": True}}
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Any:
     """URL of a server, in a process of its own, for the model of a tiny run in `tmp_path`."""
@@ -40,10 +50,11 @@ def server(tmp_path: Path) -> Any:
     process.wait()
 
 
-def noted_run(folder: Path, overrides: dict[str, Any], rank_of_failure: int | None = None) -> None:
-    """Train, and write what this rank collected to `groups_RANK.json`."""
+def noted_run(folder: Path, overrides: dict[str, Any], name: str = "run", rank_of_failure: int | None = None) -> None:
+    """Train in `folder/name`, and write what this rank collected to `groups_RANK.json` there."""
     from lightrl.training.trainer import Trainer
 
+    overrides = overrides | {"run": overrides["run"] | {"dir": str(folder / name)}}
     trainer = Trainer(tiny_run.make_run(folder, **overrides))
     found: list[Any] = []
     collect = trainer.collect
@@ -52,7 +63,7 @@ def noted_run(folder: Path, overrides: dict[str, Any], rank_of_failure: int | No
         groups = collect(*given)
         for sample in (s for g in groups for s in g.samples):
             row = (trainer.policy_version, sample.group_index, sample.prompt.index, sample.index, sample.tokens)
-            found.append([*row, sample.policy_versions, sample.version_tokens])
+            found.append([*row, sample.policy_versions, sample.version_tokens, sample.metadata.get("turns")])
         return groups
 
     def failing(*given: Any) -> Any:
@@ -62,16 +73,19 @@ def noted_run(folder: Path, overrides: dict[str, Any], rank_of_failure: int | No
     if rank_of_failure == trainer.world.rank:
         trainer.engine._forward = failing  # type: ignore[attr-defined]
     trainer.train()
-    (folder / f"groups_{trainer.world.rank}.json").write_text(json.dumps(found))
+    (folder / name / f"groups_{trainer.world.rank}.json").write_text(json.dumps(found))
     trainer.close()
 
 
-def two_runs(folder: str, server: str) -> None:
-    """On each rank: an asynchronous run with servers, then one_step_off with embedded engines, in one process group."""
+def all_runs(folder: str, server: str) -> None:
+    """On each rank: asynchronous runs with servers, then one_step_off with embedded engines, in one process group."""
     from lightrl.distributed.mesh import close_world
 
-    noted_run(Path(folder) / "a", ASYNC | {"engine": {"kind": "sglang_server", "urls": [server]}})
+    on_server = {"engine": {"kind": "sglang_server", "urls": [server]}}
+    noted_run(Path(folder) / "a", ASYNC | on_server)
+    noted_run(Path(folder) / "a", of_episodes(ASYNC) | on_server, "episodes")
     noted_run(Path(folder) / "b", OFF)
+    noted_run(Path(folder) / "b", of_episodes(OFF), "episodes")
     close_world()
 
 
@@ -89,25 +103,28 @@ def test_two_ranks_with_servers_and_with_embedded_engines(tmp_path: Path, server
     for name in "bc":
         (tmp_path / name).mkdir()
         tiny_run.make_run(tmp_path / name)
-    run_distributed(two_runs, 2, tmp_path, server, timeout=240)
-    # servers: every prompt in its order, and nothing older than allowed, though answers outlived their weights
-    rows = rows_of(tmp_path / "a", 2)
-    assert [(row[1], row[3]) for row in rows] == [(group, i) for group in range(20) for i in range(4)]
-    assert [row[0] for row in rows] == [version for version in range(5) for _ in range(16)]
-    ages = [row[0] - min(row[5]) for row in rows]
-    assert min(ages) >= 0
-    assert 0 < max(ages) <= 2
-    for row in rows:
-        assert row[6] is None or (len(row[6]) == len(row[5]) and row[5] == sorted(set(row[5])))
+    run_distributed(all_runs, 2, tmp_path, server, timeout=240)
+    # servers: every prompt in its order, and nothing older than allowed, though answers and episodes outlived weights
+    for name in ("run", "episodes"):
+        rows = rows_of(tmp_path / "a" / name, 2)
+        assert any((row[7] or 0) > 1 for row in rows) == (name == "episodes")
+        assert [(row[1], row[3]) for row in rows] == [(group, i) for group in range(20) for i in range(4)]
+        assert [row[0] for row in rows] == [version for version in range(5) for _ in range(16)]
+        ages = [row[0] - min(row[5]) for row in rows]
+        assert min(ages) >= 0
+        assert 0 < max(ages) <= 2
+        for row in rows:
+            assert row[6] is None or (len(row[6]) == len(row[5]) and row[5] == sorted(set(row[5])))
     # embedded engines: two ranks sample and train as one does
     noted_run(tmp_path / "c", OFF)
+    noted_run(tmp_path / "c", of_episodes(OFF), "episodes")
     close_world()
-    two, one = rows_of(tmp_path / "b", 2), rows_of(tmp_path / "c", 1)
-    assert two == one
-    for (name, ours), theirs in zip(
-        tiny_run.exported(tmp_path / "b", 3).items(), tiny_run.exported(tmp_path / "c", 3).values(), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0, msg=name)
+    for name in ("run", "episodes"):
+        assert any((row[7] or 0) > 1 for row in rows_of(tmp_path / "c" / name, 1)) == (name == "episodes")
+        assert rows_of(tmp_path / "b" / name, 2) == rows_of(tmp_path / "c" / name, 1)
+        ours, theirs = (tiny_run.exported(tmp_path / folder, 3, name) for folder in "bc")
+        for key, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[key], atol=2e-4, rtol=0, msg=f"{name}: {key}")
 
 
 def test_a_generator_that_breaks_on_one_rank_ends_the_run_with_its_reason(tmp_path: Path) -> None:

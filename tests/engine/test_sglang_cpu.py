@@ -16,13 +16,16 @@ import tiny_run
 import torch
 from conftest import SMOLLM2
 from real_moe import make_real_moe, train_with_sglang
+from serving import ask, check_logprobs, serve_while
 from tiny_models import CONTEXT, EOS, SMALL, VOCAB, stock
 from transformers import LlamaConfig
 
+from lightrl.config.load import load_for_run
 from lightrl.config.schema import EngineConfig, SyncConfig
 from lightrl.distributed.mesh import close_world
 from lightrl.engine.base import Engine, EngineLostError, GenerateRequest, SamplingParams
 from lightrl.engine.sglang import Model, SGLangEngine
+from lightrl.observe.rollouts import RolloutDump
 from lightrl.sync.weights import sync_weights
 from lightrl.training.trainer import Trainer
 
@@ -202,3 +205,56 @@ def test_reward_rises_also_when_the_engine_dies(tmp_path: Path) -> None:
     finally:
         trainer.close()
         close_world()
+
+
+def test_it_is_served(tmp_path: Path) -> None:
+    """`lightrl serve`: two turns of a session, whose log-probs are the stock model's."""
+    tiny_run.make_model(tmp_path / "model")
+    toml = tmp_path / "serve.toml"
+    toml.write_text(
+        f'[run]\ndir = "{tmp_path}/run"\ndevice = "cpu"\n[model]\npath = "{tmp_path}/model"\n'
+        'compute_dtype = "float32"\n[rollout]\nstop_token_ids = [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]\n'
+        '[engine]\nkind = "sglang"\nmemory_fraction = 0.1\n[engine.args]\nmax_total_tokens = 40000\n'
+    )
+
+    def use(url: str, key: str) -> None:
+        messages: list[Any] = [{"role": "user", "content": "abc"}]
+        for _ in range(2):
+            status, answer = ask(url, key, "chat/completions", {"model": "m", "messages": messages})
+            assert status == 200
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": "more"}]
+
+    config = load_for_run([str(toml)], [], command="serve", generate=True)
+    serve_while(config, use, record=tmp_path / "dump")
+    (group,) = RolloutDump(tmp_path / "dump").groups(1)
+    assert group.samples[0].metadata["turns"] == 2
+    check_logprobs(tmp_path / "model", group.samples)
+
+
+def some_generate(folder: str) -> None:
+    """One rank trains, the other generates; every sync is compared."""
+    from lightrl.training.rollout_ranks import serve_rollouts
+
+    sections: dict[str, Any] = {
+        "engine": ENGINE,
+        "parallel": {"rollout_ranks": 1},
+        "rollout": {"schedule": "async", "max_staleness": 2, "max_response_tokens": 40},
+        "correction": {"use_tis": True},
+        "sync": {"verify_every": 1},
+        "optim": {"lr": 1e-5},
+    }
+    config = tiny_run.make_run(Path(folder), **sections)
+    if not serve_rollouts(config):
+        trainer = Trainer(config)
+        trainer.train()
+        trainer.close()
+        close_world()
+
+
+def test_a_rank_that_trains_beside_one_that_generates(tmp_path: Path, run_distributed: Any) -> None:
+    tiny_run.make_run(tmp_path)
+    run_distributed(some_generate, 2, tmp_path, timeout=300)
+    found = tiny_run.metrics_of(tmp_path, "rollout/staleness_max", "mismatch/logprob_abs_diff")
+    assert len(found) == 4
+    assert all(age <= 2 for _, age, _ in found)
+    assert max(difference for *_, difference in found) < 1e-3  # of older weights, which are nearly the same

@@ -15,19 +15,23 @@ from typing import Any
 
 import contract
 import pytest
+import tiny_run
 import torch
 import torch.distributed as dist
 from fake_sglang import FakeSGLang, serve
+from serving import ask, check_logprobs, serve_while
 from tiny_models import CONFIGS, CONTEXT, EOS, OTHERS, VOCAB, stock
 from torch import Tensor
 
-from lightrl.config.schema import Config, EngineConfig, SyncConfig
+from lightrl.config.load import load_for_run
+from lightrl.config.schema import EngineConfig, SyncConfig
 from lightrl.engine.base import Engine, GenerateRequest, GroupLoader, SamplingParams
 from lightrl.engine.sglang import Model
 from lightrl.engine.sglang_http import Server, ServerError, UnreachableError
 from lightrl.engine.sglang_server import SGLangServers
 from lightrl.errors import UserError
 from lightrl.models.routing import RoutingShape
+from lightrl.observe.rollouts import RolloutDump
 from lightrl.sync.broadcast import filled, own_address, plan, serve_store
 from lightrl.sync.peers import SyncError, together
 from lightrl.threads import spawn
@@ -470,29 +474,6 @@ def test_what_hangs_is_left_behind() -> None:
     never.set()
 
 
-@pytest.mark.parametrize(
-    ("engine", "key", "message"),
-    [
-        ({}, "engine.urls", "list the servers"),
-        ({"urls": ["http://a:1", "http://a:1"]}, "engine.urls", "listed twice"),
-        ({"urls": ["a:30000"]}, "engine.urls", "'a:30000' is not of the form http://HOST:PORT"),
-        ({"urls": ["http://me:secret@a:1"]}, "engine.urls", "'http://…@a:1' is not"),
-        ({"urls": ["http://a:1"], "tensor_parallel": 2}, "engine.tensor_parallel", "--tp-size"),
-        ({"urls": ["http://a:1"], "args": {"x": 1}}, "engine.args", "where they are started"),
-        ({"urls": ["http://a:1"], "kind": "sglang"}, "engine.urls", "engine.kind = 'sglang_server'"),
-    ],
-)
-def test_settings(engine: dict[str, Any], key: str, message: str) -> None:
-    ((found, text),) = Config(engine=EngineConfig(**({"kind": "sglang_server"} | engine))).validate()
-    assert (found, message in text) == (key, True)
-    assert "secret" not in text
-
-
-def test_good_settings() -> None:
-    urls = ["http://node7:30000", "https://[::1]:8443", "http://10.0.0.2", "http://gate/models/a"]
-    assert not Config(engine=EngineConfig(kind="sglang_server", urls=urls)).validate()
-
-
 def test_an_abort_that_a_busy_server_refuses_is_repeated() -> None:
     """Else a group that the filter has dropped would be generated, and waited for, to its end."""
     asked = []
@@ -508,3 +489,29 @@ def test_an_abort_that_a_busy_server_refuses_is_repeated() -> None:
     engine._live = {"train/4": {"a": Busy()}}
     engine._abort(engine._live["train/4"]["a"], "train/4", "a")
     assert asked == ["/abort_request"] * 3
+
+
+# ---- without a run
+
+
+@pytest.mark.parametrize("transport", ["disk", "nccl"])
+def test_lightrl_serve_gives_servers_its_model_and_asks_them(tmp_path: Path, transport: str) -> None:
+    tiny_run.make_model(tmp_path / "model")
+    fake = FakeSGLang(tmp_path / "model")
+    listener = serve(fake)
+    flags = ["--run.device=cpu", f"--run.dir={tmp_path}/run", f"--model.path={tmp_path}/model", "--sync.timeout=30"]
+    flags += ["--model.compute_dtype=float32", "--engine.kind=sglang_server", f"--sync.transport={transport}"]
+    config = load_for_run([], [*flags, f'--engine.urls=["{url_of(listener)}"]'], command="serve", generate=True)
+    body = {"model": "m", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 6}
+    statuses: list[int] = []
+
+    def use(url: str, key: str) -> None:
+        statuses.extend(ask(url, key, "chat/completions", body)[0] for _ in range(2))
+
+    serve_while(config, use, record=tmp_path / "dump")
+    listener.shutdown()
+    listener.server_close()
+    assert statuses == [200, 200]
+    samples = [s for step in (1, 2) for g in RolloutDump(tmp_path / "dump").groups(step) for s in g.samples]
+    assert len(samples) == 2
+    check_logprobs(tmp_path / "model", samples)

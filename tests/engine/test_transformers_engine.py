@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from tiny_models import CONFIGS, CONTEXT, EOS, OTHERS, SMALL, VOCAB, make_engine
 from transformers import MambaConfig, MiniMaxConfig, PretrainedConfig, T5Config
 
 from lightrl.engine.base import Completion, Engine, GenerateRequest, NotFiniteError, SamplingParams
-from lightrl.engine.batch import Row, Slots
 from lightrl.engine.hosted_model import HostedModel
 from lightrl.engine.kv_cache import plan_spans
 from lightrl.engine.transformers import TransformersEngine
@@ -270,30 +268,6 @@ def test_prefill_respects_its_limit(llama: torch.nn.Module, monkeypatch: pytest.
     requests = [GenerateRequest(id=str(n), tokens=contract.prompt(n, VOCAB), sampling=sampling) for n in lengths]
     contract.run(engine, requests)
     assert [length for length in fed if length > 1] == [100, 41, 250, 32]
-
-
-def test_rows_of_unlike_length_are_read_in_spans() -> None:
-    assert plan_spans([5], 1536, "cpu") == [(0, 1)]
-    assert plan_spans([10, 11, 10, 900, 901], 1536, "cpu") == [(0, 3), (3, 5)]
-    assert plan_spans([900, 10, 900, 10], 1536, "cpu") == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    assert plan_spans([900, 10, 900, 10], 1536, "cuda") == [(0, 4)]
-
-
-def test_slots_close_their_holes_with_rows_from_the_end() -> None:
-    job: Any = object()
-    slots = Slots(max_rows=8)
-    rows = [Row(job=job, number=i, rng=random.Random(0)) for i in range(6)]
-    assert [slots.take(row) for row in rows] == [0, 1, 2, 3, 4, 5]
-    for slot in (1, 3, 5):
-        slots.release(slot)
-    assert slots.num_free == 5
-    assert slots.compact() == [(4, 1)]
-    assert [row.number for row in slots.running()] == [0, 4, 2]
-    # the finished row's slot 3 still holds its prompt until another takes it
-    assert slots.find_prompt(job) == 0
-    assert slots.take(rows[3]) == 3
-    slots.forget_prompts()
-    assert slots.find_prompt(job) is None
 
 
 def test_several_spans_give_stock_logprobs(llama: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

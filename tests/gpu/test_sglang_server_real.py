@@ -32,7 +32,10 @@ from lightrl.engine.sglang import Model
 from lightrl.engine.sglang_http import RefusedError, Server, UnreachableError
 from lightrl.engine.sglang_server import SGLangServers
 from lightrl.errors import UserError
+from lightrl.training.trainer import Trainer
 from lightrl.types import Status
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # environments are there
 
 MISSING = [m for m in ("sglang", "jsonschema", "soundfile", "python_multipart") if importlib.util.find_spec(m) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"SGLang's server cannot run: no {', '.join(MISSING)}")
@@ -74,6 +77,13 @@ def server(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("server")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
+    with started(folder) as url:
+        yield folder, url
+
+
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[str]:
+    """The URL of a server for the model in `folder`, without its weights."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -97,7 +107,7 @@ def server(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> 
                 time.sleep(1)
         else:
             pytest.fail(f"no answer in 300 s:\n{(folder / 'log').read_text()[-3000:]}")
-        yield folder, url
+        yield url
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -186,3 +196,38 @@ def test_wrong_key_and_wrong_model(
     body = {"model_path": str(server[0]), "load_format": "safetensors"}
     with pytest.raises(RefusedError, match=r"HTTP 400: .*Cannot find any model weights"):
         Server(server[1], KEY).post("/update_weights_from_disk", body, 30)
+
+
+@pytest.mark.skipif(CUDA, reason="heads of 8 are for SGLang on a CPU")
+def test_weights_change_under_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In asynchronous runs of environments, trees and sessions the log-prob of each token is that of a stock model with
+    the weights of the version that it is said to be of."""
+    import test_agent_schedules as schedules
+    from test_agent_run import run_config
+    from test_endpoint_run import outside_config
+
+    monkeypatch.setenv("LIGHTRL_TEST_KEY", KEY)
+    run_config(tmp_path)  # writes the model
+    with started(tmp_path / "model") as url:
+        sections: dict[str, Any] = {
+            "engine": {"kind": "sglang_server", "urls": [url], "api_key_env": "LIGHTRL_TEST_KEY"},
+            "sync": {"transport": "disk"},
+            "run": {"steps": 6},
+            "rollout": schedules.ASYNC | {"max_staleness": 2, "stop_token_ids": [3, 4, 5, 6, 7]},
+            "correction": schedules.TIS,
+        }
+        for name in ("Slow", "Tree", "outside"):
+            if name == "outside":
+                outside = {"endpoint": {"function": "test_agent_schedules:slow_outside"}}
+                config = outside_config(tmp_path, name, **sections, **outside)
+            else:
+                agent = {"environment": f"test_agent_schedules:{name}"}
+                config = run_config(tmp_path, name, **sections, agent=agent)
+            trainer = Trainer(config)
+            steps, held = schedules.trained(trainer), schedules.held_weights(trainer)
+            trainer.train()
+            trainer.close()
+            assert [g.group_index for step in steps for g in step] == list(range(24))
+            samples = [s for step in steps for g in step for s in g.samples]
+            assert any(len(s.policy_versions) > 1 for s in samples)
+            assert max(schedules.check_logprobs(tmp_path, held, samples)) < 1e-4

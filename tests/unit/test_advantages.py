@@ -23,8 +23,7 @@ from lightrl.algorithms.advantages import (
     rloo,
 )
 from lightrl.algorithms.losses import kl_divergence
-from lightrl.config.estimators import ESTIMATORS, OPTIONS
-from lightrl.config.load import load_config
+from lightrl.config.estimators import ESTIMATORS
 from lightrl.config.schema import AlgorithmConfig
 from lightrl.errors import UserError
 from lightrl.observe.metrics import Tally
@@ -434,59 +433,6 @@ def test_own_function_that_cannot_be_used(own):
         estimator(advantage=f"{own}:bets")
     with pytest.raises(UserError, match=r"needs_two\(group, more\) cannot be called with one argument"):
         estimator(advantage=f"{own}:needs_two")
-
-
-# ----- names
-
-
-def test_registry_and_config_agree():
-    """Each name loads, the keys it takes are keys of the config, and nobody's key has two defaults."""
-    for name, spec in ESTIMATORS.items():
-        assert callable(estimator(advantage=name).function), name
-        assert set(spec.keys) <= OPTIONS.keys()
-    assert {key: getattr(AlgorithmConfig(), key) for key in OPTIONS} == OPTIONS
-    assert {key for spec in ESTIMATORS.values() for key in spec.keys} == OPTIONS.keys()
-    assert AlgorithmConfig().whitening == "none"
-    assert AlgorithmConfig(advantage="reinforce_plus_plus").whitening == "batch"
-    assert AlgorithmConfig(advantage="reinforce_plus_plus", whiten="none").whitening == "none"
-
-
-@pytest.mark.parametrize(
-    ("keys", "skips"),
-    [
-        ({}, True),
-        ({"advantage": "rloo"}, True),
-        ({"advantage": "own:function"}, True),
-        ({"advantage": "reinforce_plus_plus", "whiten": "none"}, False),
-        ({"advantage": "reinforce_plus_plus_baseline"}, False),
-        ({"whiten": "group"}, False),
-        ({"kl_coef": 0.1, "kl_in": "reward"}, False),
-        ({"skip_zero_advantage": False}, False),
-    ],
-)
-def test_samples_are_skipped_only_where_their_advantage_is_final(keys, skips):
-    assert Objective.of(AlgorithmConfig(**keys)).may_skip_zero_advantage == skips
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        (
-            {"advantage": "reinforce++"},
-            "algorithm.advantage: no estimator 'reinforce.+': did you mean 'reinforce_plus_plus'",
-        ),
-        ({"advantage": "x"}, "algorithm.advantage: no estimator 'x': choose one of 'grpo', 'rloo'"),
-        ({"advantage": "rloo", "normalize_std": False}, "algorithm.normalize_std: only used by .*'grpo': drop it"),
-        ({"gamma": 0.9}, "algorithm.gamma: only used by algorithm.advantage = 'reinforce_plus_plus' or 'gae'"),
-        ({"gae_lambda": 0.9}, "algorithm.gae_lambda: only used by algorithm.advantage = 'gae'"),
-        ({"overlong_penalty": 0.5}, "algorithm.overlong_penalty: only used with algorithm.overlong_buffer"),
-        ({"overlong_buffer": 2000}, "algorithm.overlong_buffer: 2000 exceeds rollout.max_response_tokens = 1024"),
-        ({"whiten": True}, "algorithm.whiten: expected"),
-    ],
-)
-def test_bad_combinations_are_told(keys, says):
-    with pytest.raises(UserError, match=says):
-        load_config(algorithm=keys)
 
 
 # ----- learning

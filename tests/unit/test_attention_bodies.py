@@ -42,10 +42,10 @@ def spans(lengths: list[int], prefixes: list[int | None] | None = None) -> tuple
         ([12289], [Group(0, 1, 12289, 13312)]),
         ([2048] * 8, [Group(0, 8, 2048, 2048)]),
         ([2047] * 8, [Group(0, 8, 2047, 2048)]),
-        ([4096, 4100, 4100], [Group(0, 1, 4096, 4096), Group(4096, 2, 4100, 4608)]),
+        ([8192, 8200, 8200], [Group(0, 1, 8192, 8192), Group(8192, 2, 8200, 9216)]),
         ([511], []),
-        ([2048, 2047], [Group(0, 1, 2048, 2048)]),
-        ([2047, 2047, 1], []),
+        ([8192, 8191], [Group(0, 1, 8192, 8192)]),
+        ([8191, 8191, 1], []),
         ([1], []),
     ],
 )
@@ -59,13 +59,13 @@ def test_which_segments_are_worth_dense_calls(lengths, groups):
 
 
 def test_long_answers_to_a_shared_prompt_are_worth_dense_calls():
-    found = Dense.plan(spans([100, 5000, 5000, 90, 4500, 5], [None, 0, 0, 0, 0, None]), CPU)
+    found = Dense.plan(spans([100, 9500, 9500, 90, 8200, 5], [None, 0, 0, 0, 0, None]), CPU)
     assert found is not None
-    assert found.groups == (Group(100, 2, 5000, 5120, (0, 100)), Group(10190, 1, 4500, 4608, (0, 100)))
-    assert found.rest.spans == (Span(0, 100), Span(10100, 10190, (0, 100)), Span(14690, 14695))
+    assert found.groups == (Group(100, 2, 9500, 10240, (0, 100)), Group(19190, 1, 8200, 9216, (0, 100)))
+    assert found.rest.spans == (Span(0, 100), Span(19100, 19190, (0, 100)), Span(27390, 27395))
     assert found.rest.cu_seqlens_q.tolist() == [0, 100, 190, 195]
     assert found.rest.cu_seqlens_k.tolist() == [0, 100, 290, 295]
-    keys = [*range(100), *range(100), *range(10100, 10190), *range(14690, 14695)]
+    keys = [*range(100), *range(100), *range(19100, 19190), *range(27390, 27395)]
     assert found.rest.kv_index.tolist() == keys
     assert found.rest_rows.tolist() == [*range(100), *range(10100, 10190), *range(14690, 14695)]
 

@@ -296,6 +296,7 @@ SERVERS = {"kind": "sglang_server", "urls": ["http://a:1"]}
             "checkpoint.best_metric: only used with checkpoint.keep_best > 0",
         ),
         ({"log": {"wandb_name": "a"}}, "log.wandb_name: add 'wandb' to log.trackers"),
+        ({"sandbox": {"timeout": 3}}, "sandbox.timeout: only used with agent.environment or agent.tools: set one, or"),
         ({"evaluator": {"retries": 1}}, "evaluator.retries: only used with evaluator.url: set it, or drop this"),
         (
             {"engine": SERVERS, "sync": {"folder": "a"}},

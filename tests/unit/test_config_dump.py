@@ -302,7 +302,7 @@ def test_dump_reloads() -> None:
         *("algorithm.tau_neg", "algorithm.kl_unbiased", "correction.use_rollout_logprobs", "parallel.context_parallel"),
         *("correction.score_centering_top_k", "teacher.url", "teacher.api_key_env", "teacher.request_timeout"),
         *("teacher.top_k_from", "agent.search_url", "rollout.generate", "rollout.schedule", "rollout.max_staleness"),
-        "rollout.partial",
+        *("rollout.partial", "parallel.rollout_ranks"),
         *(f"endpoint.{field.name}" for field in dataclasses.fields(EndpointConfig)),
     }
     for name, cls in sections().items():
@@ -328,7 +328,8 @@ def test_dump_reloads() -> None:
     carried = Config(
         rollout=RolloutConfig(filter="m:f", partial="correct"), correction=CorrectionConfig(use_rollout_logprobs=True)
     )
-    for scheduled in (beside, carried):
+    apart = Config(parallel=ParallelConfig(rollout_ranks=4), engine=EngineConfig(kind="sglang", tensor_parallel=2))
+    for scheduled in (beside, carried, apart):
         assert reload(scheduled) == scheduled
     hooked = Config(rollout=RolloutConfig(generate="m:f"))
     assert reload(hooked) == hooked

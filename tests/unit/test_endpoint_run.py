@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,11 @@ class Told:
         return Step(messages=[TOLD], done=done, reward=turn.text.count("a") / 4)
 
 
-def outside(session: OutsideSession) -> float:
-    """The same as a function."""
+def outside(session: OutsideSession, seconds: float = 0.0) -> float:
+    """The same as a function; `seconds` pass before each turn."""
     messages, reward = list(session.prompt.messages or []), 0.0
     for _ in range(2):
+        time.sleep(seconds)
         body = json.dumps({"model": "policy", "messages": messages}).encode()
         headers = {"Authorization": f"Bearer {session.api_key}"}
         request = urllib.request.Request(f"{session.base_url}/chat/completions", body, headers)

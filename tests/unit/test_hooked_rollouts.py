@@ -78,6 +78,26 @@ def test_turns_are_masked_where_they_were_given(world) -> None:
     assert sample.metadata == {"calls": 1}
 
 
+def test_samples_say_which_weights_drew_which_tokens() -> None:
+    def answer(versions: list[int], counts: list[int]) -> Completion:
+        n = sum(counts)
+        given = {"policy_versions": versions, "version_tokens": counts if len(counts) > 1 else []}
+        return Completion(tokens=[5] * n, logprobs=[-1.0] * n, status=Status.COMPLETED, **given)
+
+    def versions(*parts: Completion | list[int]) -> tuple[list[int], list[int] | None]:
+        sample = task_of().sample(0, *parts)
+        return sample.policy_versions, sample.version_tokens
+
+    assert versions(answer([3, 4], [2, 1])) == ([3, 4], [2, 1])
+    assert versions(answer([3], [2])) == ([3], None)
+    assert versions() == ([], None)
+    nothing = answer([], [])
+    assert versions([7], answer([3], [2]), [7, 7], nothing, answer([3, 5], [1, 4]), [7], answer([6], [1])) == (
+        [3, 5, 6],
+        [6, 5, 1],
+    )
+
+
 def test_an_engine_that_dies_is_restarted_and_the_group_done_anew(world) -> None:
     assert collected(world, two_turns, deaths=[5, 9]) == collected(world, two_turns)
 

@@ -26,8 +26,11 @@ RULES = {
     # the lazy names
     "": " | lightrl.config lightrl.errors lightrl.rollout.hooked lightrl.training lightrl.types",
     "__main__": "lightrl.cli |",
-    "cli": "typer lightrl.errors lightrl.ending lightrl.threads lightrl.cli_looking | lightrl",
+    "cli": "typer lightrl.errors lightrl.ending lightrl.threads lightrl.cli_looking lightrl.cli_places "
+    "lightrl.cli_serve | lightrl",
+    "cli_places": "lightrl.errors | lightrl",
     "cli_looking": "typer lightrl.errors | rich lightrl",
+    "cli_serve": "typer lightrl.ending lightrl.threads | lightrl",
     "ending": "lightrl.errors | torch.distributed.elastic",
     "doctor": "| rich torch lightrl.training.policy lightrl.engine.sglang_versions",
     "errors": "|",
@@ -49,6 +52,7 @@ RULES = {
     "rewards": f"{SECTION} lightrl.hooks | math_verify torch transformers",
     "engine": f"torch transformers {SECTION} lightrl.kernels lightrl.models lightrl.wrappers |",
     "engine.sglang": f"torch {SECTION} lightrl.distributed.waiting lightrl.engine lightrl.sync |",
+    "engine.remote": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_host": "lightrl.errors lightrl.engine.sglang_answers lightrl.engine.sglang_arguments "
     "lightrl.engine.sglang_frames lightrl.engine.sglang_versions | sglang",

@@ -54,14 +54,15 @@ def test_decay_only_on_matrices_and_first_step_by_hand():
     assert matrix.grad is None
 
 
-def test_clip_scales_to_the_norm():
+@pytest.mark.parametrize(("most", "share"), [(1.0, 0.2), (5.1, 1.0), (0.0, 1.0)])
+def test_clip_scales_to_the_norm(most, share):
+    """Adam's first moment after one step is (1 - beta1) times the gradient that it was given."""
     p = torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([p], lr=1.0)
+    optimizer = build_optimizer([p], OptimConfig(lr=1.0, betas=(0.9, 0.95)))
     p.grad = torch.tensor([3.0, 4.0])
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    norm, _ = optimizer_step(optimizer, schedule, [p], 1.0)
+    norm, _ = optimizer_step(optimizer, build_schedule(optimizer, OptimConfig(), 1), [p], most)
     assert norm == pytest.approx(5.0)
-    assert p.tolist() == pytest.approx([-0.6, -0.8], abs=1e-5)
+    assert optimizer.state[p]["exp_avg"].tolist() == pytest.approx([0.3 * share, 0.4 * share], rel=1e-6)
 
 
 def test_the_norm_of_millions_of_elements_is_that_in_float64():
@@ -87,6 +88,7 @@ def test_non_finite_gradient_skips_the_step_and_schedule_goes_on(bad):
     _, stepped = optimizer_step(optimizer, schedule, [p], 1.0)
     assert not stepped
     assert p.tolist() == [[1.0], [1.0]]
+    assert optimizer.state[p]["step"] == 0  # no update of which a later one would correct its bias
     assert p.grad is None
     assert schedule.get_last_lr() == [0.5]
     assert grad_norm([p]) == 0.0

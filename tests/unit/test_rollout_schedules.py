@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+from dataclasses import replace
 
 import pytest
 import tiny_run
@@ -253,10 +254,53 @@ def test_an_aborted_request_returns_what_it_had_while_paused(trainer_for):
         assert 0 < len(completion.tokens) < 60
 
 
-@pytest.mark.parametrize("partial", ["mask", "correct"])
-def test_partial_rollouts_go_on_in_the_next_step(trainer_for, partial):
+def test_an_answer_whose_last_token_came_as_it_was_aborted_is_not_asked_for_again():
+    class Last:
+        policy_version, asked = 3, 0
+
+        async def generate(self, request):
+            self.asked += 1
+            assert request.sampling.max_new_tokens > 0
+            await asyncio.sleep(0)
+            count = min(2, request.sampling.max_new_tokens)
+            return [
+                Completion(
+                    tokens=[7] * count, logprobs=[-1.0] * count, status=Status.ABORTED, policy_versions=[self.asked]
+                )
+            ]
+
+        def abort(self, name):
+            pass
+
+    inner = Last()
+    engine = PausableEngine(inner)
+
+    async def work():
+        request = GenerateRequest(id="a", tokens=[1], sampling=SamplingParams(max_new_tokens=4))
+        task = asyncio.create_task(engine.generate(request))
+        for _ in range(2):
+            await asyncio.sleep(0)
+            await engine.pause()
+            await engine.resume()
+        return await task
+
+    (whole,) = asyncio.run(work())
+    assert (whole.tokens, whole.status, whole.version_tokens) == ([7] * 4, Status.TRUNCATED, [2, 2])
+    assert inner.asked == 2
+
+
+async def asking_for_each(task) -> list[Sample]:
+    answers = await asyncio.gather(*(task.ask(task.prompt.tokens, i) for i in range(task.num_samples)))
+    return [task.sample(i, answer) for i, answer in enumerate(answers)]
+
+
+@pytest.mark.parametrize(
+    ("partial", "generate"), [("mask", None), ("correct", None), ("mask", asking_for_each)], ids=str
+)
+def test_partial_rollouts_go_on_in_the_next_step(trainer_for, partial, generate):
     rollout = FILTER | {"partial": partial, "max_response_tokens": 100, "group_size": 2}
     trainer = trainer_for(every_third_is_even, rollout=rollout, run={"steps": 6}, correction=TIS)
+    trainer.generate = generate
     steps = trained(trainer)
     trainer.train()
     groups = [g for step in steps for g in step]
@@ -288,6 +332,11 @@ def test_tokens_of_older_weights_are_masked_where_the_sample_was_not_already():
     group = SampleGroup(prompt=sample.prompt, group_index=0, samples=[sample])
     mask_older([group], 4)
     assert sample.loss_mask == [0, 1, 0, 1]
+    for counts in (None, [1, 2], [4]):  # a hook's own sample
+        with pytest.raises(UserError, match=r"sample 0/0 has policy_versions \[3, 4\]"):
+            mask_older(
+                [SampleGroup(prompt=sample.prompt, group_index=0, samples=[replace(sample, version_tokens=counts)])], 4
+            )
     from lightrl.observe.metrics import Tally
 
     tally = Tally()
@@ -368,15 +417,6 @@ def test_a_background_thread_that_ended_is_told_and_an_interrupt_cancels_its_wor
             {"rollout": {"schedule": "async"}, "engine": {"kind": "sglang"}, "correction": TIS},
             ["rollout.schedule", "engine.kind = 'sglang'"],
         ),
-        (
-            {
-                "rollout": {"schedule": "async"},
-                "agent": {"environment": "a.b:C"},
-                "correction": TIS,
-                "data": {"path": "nothing", "apply_chat_template": True},
-            },
-            ["rollout.schedule", "agent.environment"],
-        ),
         ({"rollout": {"max_staleness": 2}}, ["rollout.max_staleness", "rollout.schedule = 'async'"]),
         (
             {"rollout": {"schedule": "async", "partial": "correct"} | {"filter": "nonzero_std"}, "correction": TIS},
@@ -384,10 +424,6 @@ def test_a_background_thread_that_ended_is_told_and_an_interrupt_cancels_its_wor
         ),
         ({"rollout": {"partial": "mask"}}, ["rollout.partial", "rollout.filter"]),
         ({"rollout": FILTER | {"partial": "correct"}}, ["rollout.partial", "correction.use_tis"]),
-        (
-            {"rollout": FILTER | {"partial": "mask", "generate": "a.b:c"}},
-            ["rollout.partial", "rollout.generate"],
-        ),
     ],
 )
 def test_what_cannot_be_combined_is_refused_before_anything_loads(sections, words):

@@ -45,9 +45,13 @@ def recorded(rows: int) -> Tensor:
 
 
 def complete(
-    answer: dict[str, Any], shape: RoutingShape | None = SHAPE, stops: Stops | None = None, wanted: bool = True
+    answer: dict[str, Any],
+    shape: RoutingShape | None = SHAPE,
+    stops: Stops | None = None,
+    wanted: bool = True,
+    context_length: int = 64,
 ) -> Any:
-    model = SimpleNamespace(eos_token_ids=[2], routing=shape)
+    model = SimpleNamespace(eos_token_ids=[2], routing=shape, context_length=context_length)
     sampling = SamplingParams(max_new_tokens=3, return_routing=wanted)
     request = GenerateRequest(id="r", tokens=[5, 6], sampling=sampling)
     output = json.loads(json.dumps(fields_of(answer, False)))  # its way from the process that holds SGLang
@@ -91,6 +95,22 @@ def test_an_answer_that_is_cut() -> None:
     assert complete(reply(recorded(3), [7, 9], "abort")).routing[2].tolist() == [[3, 2], [4, 2]]
     assert (complete(reply(None, [7, 9], "abort")).routing == 255).all()
     assert complete(reply(None, [], "abort")).routing is None
+
+
+def test_an_answer_that_came_to_its_end_as_it_was_aborted() -> None:
+    """SGLang says `abort` of those too: they have ended, and must not be gone on with."""
+
+    def status(tokens: list[int], reason: str = "abort", **more: int) -> Status:
+        return complete(reply(None, tokens, reason), wanted=False, **more).status
+
+    assert status([8, 2]) is Status.COMPLETED
+    assert status([8, 9, 2]) is Status.COMPLETED
+    assert status([8, 9, 7]) is Status.TRUNCATED
+    assert status([8, 9]) is Status.ABORTED
+    assert status([8, 9], context_length=4) is Status.TRUNCATED
+    assert status([]) is Status.ABORTED
+    assert status([8, 9, 2], "length") is Status.COMPLETED
+    assert status([8, 9, 7], "length") is Status.TRUNCATED
 
 
 @pytest.mark.parametrize(

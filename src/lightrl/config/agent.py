@@ -93,9 +93,10 @@ def of_agents(config: Config) -> Faults:
     agent, problems = config.agent, []
     if not agent.enabled:
         return [
-            (f"agent.{f.name}", "only used with agent.environment or agent.tools: set one, or drop this")
-            for f in fields(AgentConfig)
-            if getattr(agent, f.name) != getattr(AgentConfig(), f.name)
+            (f"{name}.{f.name}", "only used with agent.environment or agent.tools: set one, or drop this")
+            for name, section in (("agent", agent), ("sandbox", config.sandbox))
+            for f in fields(section)
+            if getattr(section, f.name) != getattr(type(section)(), f.name)
         ]
     if agent.environment not in ("", OUTSIDE) and ":" not in agent.environment:
         problems.append(("agent.environment", f"{agent.environment!r}: write a class as package.module:Class"))
@@ -106,10 +107,7 @@ def of_agents(config: Config) -> Faults:
             problems.append((f"agent.tools.{i}", f"no tool {name!r}: {hint}"))
     if len(set(agent.tools)) < len(agent.tools):
         problems.append(("agent.tools", "a tool is listed twice"))
-    if agent.parser not in PARSERS and not agent.parser.startswith(SGLANG):
-        near = difflib.get_close_matches(agent.parser, PARSERS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(map(repr, PARSERS))} or 'sglang:NAME'"
-        problems.append(("agent.parser", f"no parser {agent.parser!r}: {hint}"))
+    problems += of_parsers(agent)
     problems += _of_search(agent) + _of_lengths(config)
     if config.correction.score_centering_top_k:
         text = "wants the likeliest tokens at each place, and results of tools have none: remove it"
@@ -122,6 +120,24 @@ def of_agents(config: Config) -> Faults:
     if not config.data.apply_chat_template:
         problems.append(("data.apply_chat_template", "turns are written by the chat template: set it to true"))
     return problems
+
+
+def of_serving(config: Config) -> Faults:
+    """Rules of `lightrl serve`, which takes what `[agent]` says of turns, and `[endpoint]`: agents are its clients."""
+    problems = of_parsers(config.agent)
+    if config.engine.tensor_parallel > 1:
+        text = f"{config.engine.tensor_parallel}: lightrl serve runs in one process: set it to 1, or start SGLang with "
+        problems.append(("engine.tensor_parallel", f"{text}--tp-size and name it in engine.urls"))
+    return problems
+
+
+def of_parsers(agent: AgentConfig) -> Faults:
+    """Names that are none."""
+    if agent.parser in PARSERS or agent.parser.startswith(SGLANG):
+        return []
+    near = difflib.get_close_matches(agent.parser, PARSERS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(map(repr, PARSERS))} or 'sglang:NAME'"
+    return [("agent.parser", f"no parser {agent.parser!r}: {hint}")]
 
 
 def _of_search(agent: AgentConfig) -> Faults:

@@ -29,6 +29,9 @@ Files merge key by key: a later file changes only the keys that it names. Lists,
 are replaced as a whole. On the command line a list is written as in TOML (`--rollout.stop_token_ids "[1, 2]"`); one
 value stands for a list of one (`--log.trackers jsonl`). A key without a default is unset, and has no spelling in TOML:
 leave it out. From Python: `load_config("run.toml", optim={"lr": 2e-6})`.
+
+A key that others leave without effect is an error. Those that only tune another `engine.kind`, or another command, are
+not, so that one file serves several: a run begins with a note that names them.
 """
 
 

@@ -34,7 +34,7 @@ class EndpointConfig:
     """Agents under way at once, a rank; default: those of all episodes."""
     foreign_sampling: Literal["refuse", "ignore"] = "refuse"
     """What becomes of a request with another `temperature` or `top_p` than the run's, under which all is trained.
-    Evaluations always ignore them."""
+    Evaluations always ignore them; `lightrl serve` samples as it is asked, unless they are to be ignored."""
     host: str = "127.0.0.1"
     """Address to listen on. Others than this machine's programs reach it only where that is set to another."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 0

@@ -20,6 +20,7 @@ from lightrl.config.lines import Path, dotted
 from lightrl.config.preferences import of_command
 from lightrl.config.problems import ConfigError, Problems
 from lightrl.config.rundir import holds_run, newest_state, order_fault, run_dir_fault, used_dir_fault
+from lightrl.config.sampling_only import for_serving
 from lightrl.config.schema import Config
 from lightrl.config.sources import Sources, short
 
@@ -60,9 +61,10 @@ def load_for_run(
     With `evaluate`, there also has to be a set to evaluate; for a `command` of its own, such as sft, its rules hold;
     with `generate`, the run is not gone on with.
     """
-    config, sources = _load(paths, overrides, {})
+    config, sources = _load(paths, overrides, {}, command)
     if config is not None and not sources.broken:
-        for key, what in config.required():
+        config = for_serving(config) if command == "serve" else config
+        for key, what in config.required(command):
             _add(sources, key, f"not set; {what}")
         for key, what in of_command(config, command):
             _add(sources, key, what)
@@ -100,7 +102,7 @@ def placed(text: str, paths: Sequence[str | os.PathLike[str]], overrides: Sequen
 
 
 def _load(
-    paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str], given: Mapping[str, Any]
+    paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str], given: Mapping[str, Any], command: str = "train"
 ) -> tuple[Config | None, Sources]:
     """The config, None when a section has problems, and the sources, with the problems found so far."""
     sources = Sources(Problems())
@@ -113,7 +115,7 @@ def _load(
         return None, sources
     config = Config(**built)
     if not sources.broken:
-        for key, what in config.validate():
+        for key, what in config.validate(command):
             _add(sources, key, what)
     return config, sources
 

@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from lightrl.config.kinds import STRICT, Faults, NonNegative, PositiveFloat, PositiveInt
+from lightrl.config.parallel import without_rollout_ranks
 from lightrl.config.sft import of_given_rows, of_sft
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class RMConfig(PairsConfig):
 def of_command(config: Config, command: str) -> Faults:
     """(key, what is wrong and what to do) for `lightrl COMMAND` alone: the other commands leave its section be."""
     found = {"sft": of_sft, "dpo": _of_dpo, "rm": _of_rm}.get(command)
-    return [] if found is None else found(config)
+    return [] if found is None else found(config) + without_rollout_ranks(config, command)
 
 
 def _of_dpo(config: Config) -> Faults:

@@ -1,13 +1,15 @@
-"""The settings of commands that sample with a run's policy and do not train it: `lightrl eval`, `lightrl generate`."""
+"""The settings of commands that sample with a policy and do not train it: `lightrl eval`, `generate`, `serve`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from lightrl.config.correction import CorrectionConfig
+from lightrl.config.endpoint import OUTSIDE
 from lightrl.config.looking import DebugConfig
 from lightrl.config.optim import CriticConfig, CriticOptimConfig, OptimConfig
-from lightrl.config.schema import AlgorithmConfig, Config, EvalConfig, EvaluatorConfig
+from lightrl.config.schema import AlgorithmConfig, Config, DataConfig, EvalConfig, EvaluatorConfig, RewardConfig
+from lightrl.config.teacher import TeacherConfig
 
 
 def for_evaluation(config: Config) -> Config:
@@ -25,6 +27,26 @@ def for_generation(config: Config) -> Config:
     )
     rollout = replace(config.rollout, schedule="sync", max_staleness=None, partial="drop")  # one policy draws all
     return replace(_without_updates(config), rollout=rollout, correction=correction, eval=EvalConfig())
+
+
+def for_serving(config: Config) -> Config:
+    """Without what needs prompts, rewards or a teacher too: conversations come from clients.
+
+    `[agent]` keeps its limits: it is then that of an agent outside.
+    """
+    config, agent = for_generation(config), config.agent
+    environment = OUTSIDE if agent.enabled else ""
+    return replace(
+        config,
+        run=replace(config.run, on_step="none"),
+        data=DataConfig(chat_template_kwargs=config.data.chat_template_kwargs),
+        reward=RewardConfig(),
+        teacher=TeacherConfig(),
+        rollout=replace(config.rollout, filter="none", generate="none"),
+        agent=replace(agent, environment=environment, options={}, tools=[], search_corpus=None, search_url=None),
+        endpoint=replace(config.endpoint, command=[], function="", url=None),
+        parallel=replace(config.parallel, rollout_ranks=0),  # a process by itself
+    )
 
 
 def _without_updates(config: Config) -> Config:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightrl.config.kinds import Faults
+
 if TYPE_CHECKING:
     from lightrl.config.schema import Config
 
 
-def of_rollouts(config: Config) -> list[tuple[str, str]]:
+def of_rollouts(config: Config) -> Faults:
     """(key, what is wrong and what to do)."""
     rollout, problems = config.rollout, []
     how = f"rollout.schedule = {rollout.schedule!r}"
@@ -17,16 +19,13 @@ def of_rollouts(config: Config) -> list[tuple[str, str]]:
         problems.append(("rollout.max_staleness", text))
     elif rollout.max_staleness is not None and rollout.schedule == "one_step_off":
         problems.append(("rollout.max_staleness", f"it is 1 with {how}: drop it"))
-    if rollout.schedule != "sync" and config.engine.kind == "sglang":
+    if rollout.schedule != "sync" and config.engine.kind == "sglang" and not config.parallel.rollout_ranks:
         text = (
             f"{how} generates while it trains, and engine.kind = 'sglang' gives its GPUs back to training: set "
-            "engine.kind = 'sglang_server', with servers on other GPUs, or rollout.schedule = 'sync'"
+            "parallel.rollout_ranks, so that some ranks generate alone, or engine.kind = 'sglang_server', with servers "
+            "on other GPUs, or rollout.schedule = 'sync'"
         )
         problems.append(("rollout.schedule", text))
-    if rollout.carries and config.agent.enabled:
-        key = "rollout.schedule" if rollout.schedule != "sync" else "rollout.partial"
-        text = "agent.environment and agent.tools play whole episodes within a step: set rollout.schedule = 'sync' and "
-        problems.append((key, f"{text}rollout.partial = 'drop'"))
     problems += _of_partial(config)
     old = rollout.staleness > 0 and rollout.partial != "mask"
     if old and not config.correction.reads_rollout_logprobs:
@@ -40,7 +39,7 @@ def of_rollouts(config: Config) -> list[tuple[str, str]]:
     return problems
 
 
-def _of_partial(config: Config) -> list[tuple[str, str]]:
+def _of_partial(config: Config) -> Faults:
     rollout, how = config.rollout, f"rollout.partial = {config.rollout.partial!r}"
     if rollout.partial == "drop":
         return []
@@ -50,7 +49,7 @@ def _of_partial(config: Config) -> list[tuple[str, str]]:
         problems.append(("rollout.partial", text))
     elif rollout.filter == "none":
         problems.append(("rollout.partial", f"{how}: without a rollout.filter nothing is aborted: set one, or drop it"))
-    if rollout.partial == "mask" and rollout.generate != "none":
-        text = f"{how} needs to know which weights drew each token, which rollout.generate does not say"
-        problems.append(("rollout.partial", f"{text}: choose 'correct'"))
+    if config.agent.enabled:  # an episode could be held only with the state of its tools, or of a program outside
+        text = f"{how}: episodes of agent.environment or agent.tools are not held, as their environments go on: "
+        problems.append(("rollout.partial", f"{text}set 'drop', or rollout.schedule = 'async'"))
     return problems

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from lightrl.config import rules
 from lightrl.config.agent import AgentConfig as AgentConfig
 from lightrl.config.agent import SandboxConfig as SandboxConfig
-from lightrl.config.agent import of_agents
+from lightrl.config.agent import of_agents, of_serving
 from lightrl.config.correction import CorrectionConfig as CorrectionConfig
 from lightrl.config.endpoint import EndpointConfig as EndpointConfig
 from lightrl.config.endpoint import of_endpoints
@@ -27,7 +27,7 @@ from lightrl.config.evaluation import EvalConfig as EvalConfig
 from lightrl.config.evaluation import EvalSetConfig as EvalSetConfig
 from lightrl.config.evaluation import EvaluatorConfig as EvaluatorConfig
 from lightrl.config.evaluation import of_evaluation
-from lightrl.config.kinds import STRICT, Code, Count, Fraction, NonNegative, PositiveFloat, PositiveInt, Seconds
+from lightrl.config.kinds import STRICT, Code, Count, Faults, Fraction, NonNegative, PositiveFloat, PositiveInt, Seconds
 from lightrl.config.looking import DebugConfig as DebugConfig
 from lightrl.config.looking import DumpConfig as DumpConfig
 from lightrl.config.looking import of_looking
@@ -36,6 +36,8 @@ from lightrl.config.lora import of_lora
 from lightrl.config.optim import CriticConfig as CriticConfig
 from lightrl.config.optim import CriticOptimConfig as CriticOptimConfig
 from lightrl.config.optim import OptimConfig as OptimConfig
+from lightrl.config.parallel import ParallelConfig as ParallelConfig
+from lightrl.config.parallel import of_placement
 from lightrl.config.preferences import DPOConfig as DPOConfig
 from lightrl.config.preferences import RMConfig as RMConfig
 from lightrl.config.schedules import of_rollouts
@@ -282,31 +284,6 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ParallelConfig:
-    """How the model and the batch are spread."""
-
-    shard_size: PositiveInt | None = None
-    """Ranks a copy of the model is sharded over; the rest replicate (HSDP). Default: all ranks."""
-    expert_parallel: PositiveInt = 1
-    """Consecutive ranks that share the experts of a mixture: each computes its own, and tokens travel to them, instead
-    of all experts being gathered on every rank. Divides `shard_size` and the number of experts."""
-    context_parallel: PositiveInt = 1
-    """Consecutive ranks that share each microbatch's rows, for samples too long for one: attention runs over all rows,
-    on a part of the heads. Divides the ranks and the heads."""
-    max_tokens_per_microbatch: PositiveInt = 16384
-    """Packed tokens in one forward, a rank. A longer single sample gets a microbatch of its own."""
-    share_prompts: bool = True
-    """Compute a prompt once for all its samples in a microbatch, where the attention allows it."""
-    offload: Literal["auto", "always", "never"] = "auto"
-    """Parameters and optimizer state leave the GPU for page-locked host memory while an engine in another process
-    generates on it: `auto` only where the engine's memory is not free otherwise."""
-    offload_host_gib: PositiveFloat | None = None
-    """Host memory a rank may take for it; default: as much as its state."""
-    timeout: Seconds = 1800.0
-    """Seconds a collective may wait before the run is ended with an error."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
     """Saving and resuming."""
 
@@ -382,9 +359,9 @@ class Config:
     dump: DumpConfig = field(default_factory=DumpConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
-    def validate(self) -> list[tuple[str, str]]:
-        """Rules between sections, as (key, what is wrong and what to do); empty when all hold."""
-        problems: list[tuple[str, str]] = []
+    def validate(self, command: str = "train") -> Faults:
+        """Rules between sections, as (key, what is wrong and what to do); empty when all hold. Of `command`, if any."""
+        problems: Faults = []
         if self.algorithm.minibatches_per_step > self.rollout.prompts_per_step:
             problems.append(
                 (
@@ -404,7 +381,8 @@ class Config:
         problems += rules.of_engines(self) + rules.of_sampling(self) + rules.of_filters(self) + of_evaluation(self)
         problems += rules.of_advantages(self) + rules.of_critics(self) + rules.of_shared_rows(self)
         problems += rules.of_losses(self) + rules.of_corrections(self) + rules.of_teachers(self) + of_lora(self)
-        problems += of_looking(self) + of_agents(self) + of_endpoints(self) + of_rollouts(self)
+        problems += of_looking(self) + of_rollouts(self) + of_placement(self)
+        problems += of_serving(self) if command == "serve" else of_agents(self) + of_endpoints(self)
         for name in ("wandb_project", "wandb_name"):
             if getattr(self.log, name) is not None and "wandb" not in self.log.trackers:
                 problems.append((f"log.{name}", "add 'wandb' to log.trackers"))
@@ -412,11 +390,11 @@ class Config:
             problems.append(("checkpoint.best_metric", "only used with checkpoint.keep_best > 0: set it, or drop this"))
         return problems
 
-    def required(self) -> list[tuple[str, str]]:
-        """Keys that training cannot do without and that are not set."""
+    def required(self, command: str = "train") -> Faults:
+        """Keys that the command cannot do without and that are not set."""
         missing = []
         if not self.model.path:
             missing.append(("model.path", "name a Hugging Face checkpoint (hub name or folder)"))
-        if not self.data.path:
+        if not self.data.path and command != "serve":
             missing.append(("data.path", "name a prompt set (jsonl, parquet, folder or hub dataset)"))
         return missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Sequence
@@ -148,8 +149,13 @@ def init_world(
     expert_parallel: int = 1,
     context_parallel: int = 1,
     broadcasts_to_servers: bool = False,
+    rollout_ranks: int = 0,
 ) -> World:
     """Join the torchrun job, or be a world of one without it. A process group that exists is taken as it is.
+
+    With `rollout_ranks` the job falls into two: its last ranks, which generate, and those before them. This is then the
+    world of this rank's own part, and torch's default group is of that part alone; the two know each other by
+    `job_store`.
 
     `expert_parallel` consecutive ranks share a layer's experts, `context_parallel` the rows of a microbatch.
     `broadcasts_to_servers`: NCCL is set up as in SGLang's servers, which will join a group of this process.
@@ -157,6 +163,9 @@ def init_world(
     Whoever starts ranks by other means than torchrun need not set LOCAL_RANK: the ranks find theirs out together.
     """
     rank, size, local_rank = _place()
+    part = find_part(rollout_ranks) if rollout_ranks else None
+    if part is not None:
+        rank, size = part.rank, part.size
     shard = size if shard_size is None else shard_size
     if size % shard:
         raise UserError(f"parallel.shard_size: {shard} does not divide the {size} ranks of this run")
@@ -173,13 +182,16 @@ def init_world(
         match_nccl_of_servers()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
+        if part is not None:
+            store = dist.PrefixStore(f"lightrl/{part.name}", job_store(timeout))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        elif "RANK" in os.environ:
             dist.init_process_group(backend, timeout=limit)
         else:  # a store in memory instead of a server; gloo itself listens, on this machine's own address
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     group = dist.new_group(backend="gloo", timeout=limit) if size > 1 else None
     if local_rank is None:
-        local_rank = _find_local_rank(rank, size, group)
+        local_rank = _find_local_rank(rank, size, group) if part is None else _find_in_job(part, timeout)
         here = pick_device(device, local_rank)
         _use(here)
     mesh = init_device_mesh(here.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
@@ -227,13 +239,75 @@ def _place() -> tuple[int, int, int | None]:
     return int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1")), local_rank
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """This rank's part of a job in which some ranks train and the last ones generate."""
+
+    trains: bool
+    rank: int
+    """Within the part."""
+    size: int
+    job_rank: int
+    job_size: int
+
+    @property
+    def name(self) -> str:
+        return "train" if self.trains else "rollout"
+
+
+def find_part(rollout_ranks: int) -> Part:
+    """Where this rank belongs. UserError where the job cannot be split so, the same on all ranks."""
+    key = f"parallel.rollout_ranks: {rollout_ranks}"
+    if "RANK" not in os.environ:
+        raise UserError(
+            f"{key}, but this is a single process: start it with torchrun --nproc-per-node {rollout_ranks + 1} or "
+            "more, or set it to 0"
+        )
+    job_rank, job_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    num_training = job_size - rollout_ranks
+    if num_training < 1:
+        ranks = f"{job_size} rank{'s' * (job_size > 1)}"
+        raise UserError(
+            f"{key} of the {ranks} of this job are to generate, and none is left to train: lower it, or raise "
+            "torchrun's --nproc-per-node"
+        )
+    trains = job_rank < num_training
+    size = num_training if trains else rollout_ranks
+    if dist.is_initialized() and dist.get_world_size() != size:
+        raise UserError(
+            f"{key}: a process group of {dist.get_world_size()} ranks exists already, and training has {num_training}: "
+            "let LightRL make it"
+        )
+    rank = job_rank if trains else job_rank - num_training
+    return Part(trains=trains, rank=rank, size=size, job_rank=job_rank, job_size=job_size)
+
+
+def job_store(timeout: float) -> Any:
+    """The store of the whole job, torchrun's own: all ranks see it, whichever part they are in."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
+    return store
+
+
+def _find_in_job(part: Part, timeout: float) -> int:
+    """This rank's number among those of the whole job that see the same GPUs. All of them call it."""
+    store, key = job_store(timeout), "lightrl/place/{}"
+    store.set(key.format(part.job_rank), json.dumps(_where()))
+    return number_among_equals([store.get(key.format(rank)) for rank in range(part.job_size)], part.job_rank)
+
+
+def _where() -> tuple[str, str | None]:
+    """What ranks that share GPUs have in common; a launcher may give each rank its own."""
+    return socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def _find_local_rank(rank: int, size: int, group: Any) -> int:
     """This rank's number among those that see the same GPUs. A collective."""
     if size == 1:
         return 0
     places: list[Any] = [None] * size
-    place = (socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES"))  # a launcher may give each rank its own
-    dist.all_gather_object(places, place, group=group)
+    dist.all_gather_object(places, _where(), group=group)
     return number_among_equals(places, rank)
 
 

@@ -219,7 +219,7 @@ class SGLangEngine:
 
     def abort(self, request_id: str | None = None) -> None:
         """End one request, or all: what was sampled so far returns with `Status.ABORTED`."""
-        for name in [r for r in self._rids if request_id in (None, r)]:
+        for name in list(self._rids) if request_id is None else [request_id] if request_id in self._rids else []:
             self._aborted.add(name)
             if self._rids[name]:
                 with contextlib.suppress(EngineLostError):  # who waits for the answers gets it

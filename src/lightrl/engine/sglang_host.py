@@ -302,9 +302,11 @@ class _Service:
         request = io_struct.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[base64.b64decode(payload) for payload in message["payloads"]],
             load_format=message["loader"],
-            flush_cache=message["flush"],
+            flush_cache=False,
             weight_version=message.get("version"),
         )
+        if message["flush"]:  # not with the weights: SGLang ends its scheduler where a last batch is still put away
+            await self._idle()
         async with versions.weight_session(self._manager, io_struct):
             done, text = await self._manager.update_weights_from_tensor(request, None)
         if not done:

@@ -44,9 +44,8 @@ def sampling_parameters(model: Model, request: GenerateRequest, number: int) -> 
     nothing: without one SGLang does not say what the kept tokens sum up to.
     """
     sampling = request.sampling
-    room = model.context_length - len(request.tokens)
     parameters: dict[str, Any] = {
-        "max_new_tokens": min(sampling.max_new_tokens, room),
+        "max_new_tokens": _room(model, request),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or (model.vocab_size if sampling.top_p < 1 else -1),
@@ -58,6 +57,11 @@ def sampling_parameters(model: Model, request: GenerateRequest, number: int) -> 
     if request.seeds is not None:
         parameters["sampling_seed"] = request.seeds[number] % 2**31
     return parameters
+
+
+def _room(model: Model, request: GenerateRequest) -> int:
+    """Most tokens of an answer."""
+    return min(request.sampling.max_new_tokens, model.context_length - len(request.tokens))
 
 
 def _stop_ids(model: Model, sampling: SamplingParams) -> list[int]:
@@ -80,8 +84,11 @@ def completion_of(
         raise RuntimeError(f"request {request.id!r} ended for an unknown reason: {output['reason']}")
     if stops is not None and (end := stops.end(tokens)) is not None:
         tokens, logprobs, status = tokens[:end], logprobs[:end], Status.COMPLETED
-    if status is Status.TRUNCATED and tokens[-1] in _stop_ids(model, request.sampling):
-        status = Status.COMPLETED  # SGLang looks at the length first, and not at what the last token is
+    if status is not Status.COMPLETED and tokens:  # SGLang looks at an abort first, then at the length
+        if tokens[-1] in _stop_ids(model, request.sampling):
+            status = Status.COMPLETED
+        elif len(tokens) >= _room(model, request):
+            status = Status.TRUNCATED
     if len(logprobs) != len(tokens):
         raise RuntimeError(f"request {request.id!r}: {len(logprobs)} log-probs for {len(tokens)} tokens")
     count = len(tokens) if request.sampling.top_logprobs else 0

@@ -114,6 +114,7 @@ def _sample(record: dict[str, Any], where: str) -> Sample:
             loss_mask=record.get("loss_mask"),
             rollout_logprobs=record["logprobs"],
             policy_versions=record["policy_versions"],
+            version_tokens=record.get("version_tokens"),
             status=Status(record["status"]),
             reward=record["reward"],
             advantage=record["advantage"],

@@ -167,7 +167,7 @@ def _about(step: int, sample: Sample) -> Table:
         "label": sample.prompt.label,
         "tokens": f"{sample.prompt_length} of the prompt, {sample.response_length} of the response, "
         f"{sum(sample.mask)} of them trained",
-        "policy versions": ", ".join(map(str, sample.policy_versions)),
+        "policy versions": _versions(sample),
         "metadata": sample.metadata or None,
         "prompt's metadata": sample.prompt.metadata or None,
     }
@@ -175,6 +175,14 @@ def _about(step: int, sample: Sample) -> Table:
         if value is not None:
             grid.add_row(name, Text(visible(str(value))))
     return grid
+
+
+def _versions(sample: Sample) -> str:
+    """How many tokens each of several gave."""
+    if sample.version_tokens is None:
+        return ", ".join(map(str, sample.policy_versions))
+    parts = zip(sample.policy_versions, sample.version_tokens, strict=True)
+    return ", ".join(f"{version} ({count} tokens)" for version, count in parts)
 
 
 def _legend() -> Text:

@@ -21,10 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -42,8 +40,6 @@ from lightrl.wrappers import clean_name
 
 logger = logging.getLogger(__name__)
 
-VALUE_HEAD = "score.weight"
-"""Of transformers' sequence classifiers."""
 _LM_HEAD = "lm_head."
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -79,7 +75,7 @@ def load_tokenizer(
             os.path.expanduser(path), revision=revision, trust_remote_code=trust_remote_code
         )
     except Exception as error:
-        raise _load_error(key, path, "tokenizer", error) from error
+        raise load_error(key, path, "tokenizer", error) from error
     return loaded
 
 
@@ -93,8 +89,8 @@ def load_model_config(
             os.path.expanduser(path), revision=revision, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError … here
-        raise _load_error(key, path, "config", error) from error
-    _check_causal_lm(config, path, key)
+        raise load_error(key, path, "config", error) from error
+    check_causal_lm(config, path, key)
     return config
 
 
@@ -135,34 +131,6 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, **
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
 
 
-def load_value_config(folder: Path, trust_remote_code: bool = False, *, key: str = "critic.path") -> PretrainedConfig:
-    """Config of a model with a value head, a sequence classifier of one label, from the checkpoint of one or of a
-    causal LM."""
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise _load_error(key, str(folder), "config", error) from error
-    if any("SequenceClassification" in name for name in config.architectures or []):
-        if config.num_labels != 1:
-            raise UserError(f"{key}: {folder} has {config.num_labels} labels; a value head has one, the value")
-    else:
-        _check_causal_lm(config, str(folder), key)
-        config.num_labels = 1
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise UserError(
-            f"{key}: transformers has no sequence classifier of {config.model_type}, which a model with a value head "
-            "is; name a checkpoint of another family with the same tokenizer"
-        )
-    return without_quantization(config)
-
-
-def empty_value_model(config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
-    """That model on the meta device, float32; its value head is `score`."""
-    config = copy.deepcopy(config)
-    with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, **kwargs)
-
-
 def resolve_checkpoint(
     path: str, revision: str | None = None, *, weights: bool = True, key: str = "model.path"
 ) -> Path:
@@ -178,7 +146,7 @@ def resolve_checkpoint(
         try:
             folder = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
         except Exception as error:
-            raise _load_error(key, path, "files", error) from error
+            raise load_error(key, path, "files", error) from error
     if weights and not any(folder.glob("*.safetensors")):
         raise _no_weights(folder, path, key)
     return folder
@@ -206,7 +174,7 @@ def _check_local(path: str, key: str) -> None:
         raise UserError(f"{key}: no such folder: {path}")
 
 
-def _load_error(key: str, path: str, what: str, error: Exception) -> UserError:
+def load_error(key: str, path: str, what: str, error: Exception) -> UserError:
     """One line for whatever transformers or the hub raised."""
     text = " ".join(str(error).split())
     chain = text + repr(error.__cause__) + repr(error.__context__) + type(error).__name__
@@ -234,7 +202,8 @@ def _load_error(key: str, path: str, what: str, error: Exception) -> UserError:
     return UserError(f"{key}: cannot load the {what} of {path}: {text[:300]}")
 
 
-def _check_causal_lm(config: PretrainedConfig, path: str, key: str = "model.path") -> None:
+def check_causal_lm(config: PretrainedConfig, path: str, key: str = "model.path") -> None:
+    """UserError for a model of another kind at `path`, which `key` names."""
     Form.of({"quantization_config": getattr(config, "quantization_config", None)}, path)
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return

@@ -125,6 +125,8 @@ def _record(step: int, sample: Sample, eval_name: str | None) -> dict[str, Any]:
     }
     if sample.loss_mask is not None:
         record["loss_mask"] = sample.loss_mask
+    if sample.version_tokens is not None:
+        record["version_tokens"] = sample.version_tokens
     return record
 
 

@@ -176,6 +176,8 @@ class AgentSampler(Sampler):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for number in missing:  # of those too that were ended before they began
+                self._rounds.leave((work.group_index, number))
             self._playing.pop(work.group_index, None)
 
     async def _episode(self, work: Work, number: int) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from lightrl.engine.base import Completion, EngineLostError, SamplingParams
 from lightrl.rewards.values import checked
 from lightrl.rollout.conversation import ChatTemplate, Message
@@ -16,6 +18,8 @@ from lightrl.rollout.environment import Turn, results
 from lightrl.rollout.rounds import Ask, Rounds
 from lightrl.rollout.tools import Called, Parser, ToolBox
 from lightrl.types import Prompt, Sample, Status
+
+_UNKNOWN = -1  # version of what was told before the first turn, until that is sampled
 
 
 class EpisodeOver(Exception):
@@ -68,7 +72,7 @@ class Conversation:
         self._tokens: list[int] = []
         self._mask: list[int] = []
         self._logprobs: list[float | None] = []
-        self._versions: list[int] = []
+        self._versions: list[int] = []  # of each token; one that was told has that of the turn before it
         self._status = Status.COMPLETED
         self._end = end  # tokens, prompt included, after which there is no room
         self._last: tuple[list[int], str] | None = None  # the turn that nothing follows yet
@@ -129,6 +133,7 @@ class Conversation:
         self._tokens += given
         self._mask += [0] * len(given)
         self._logprobs += [None] * len(given)
+        self._versions += self._versions[-1:] * len(given) or [_UNKNOWN] * len(given)
         self._given += len(given)
         self.messages += messages
         self._last = None
@@ -174,6 +179,7 @@ class Conversation:
         """As it is trained: given tokens have no loss and no log-prob."""
         length = max((i + 1 for i, sampled in enumerate(self._mask) if sampled), default=0)
         tokens = self._tokens[:length]  # what was given last, and answered no more, is no part of it
+        versions = Counter(self._versions[:length])  # keeps their order
         whole = self._routing is not None and len(self._routing) == len(self.prompt.tokens) + length - 1
         if self.why in ("length", "context"):
             self._status = Status.TRUNCATED
@@ -190,7 +196,8 @@ class Conversation:
             loss_mask=self._mask[:length],
             rollout_logprobs=self._logprobs[:length],
             rollout_routing=self._routing if whole else None,
-            policy_versions=self._versions,
+            policy_versions=list(versions),
+            version_tokens=list(versions.values()) if len(versions) > 1 else None,
             status=self._status,
             reward=self.reward,
             metadata=self._metadata(),
@@ -217,8 +224,19 @@ class Conversation:
         self._tokens += completion.tokens
         self._mask += [1] * len(completion.tokens)
         self._logprobs += completion.logprobs
-        self._routing = completion.routing
-        self._versions += [v for v in completion.policy_versions if v not in self._versions]
+        self._take_routing(completion.routing)
+        counts = completion.version_tokens or [len(completion.tokens)]
+        sampled = zip(completion.policy_versions, counts, strict=True) if completion.tokens else ()
+        versions = [version for version, count in sampled for _ in range(count)]
+        if versions and self._versions[-1:] == [_UNKNOWN]:
+            self._versions = versions[:1] * len(self._versions)
+        self._versions += versions
+
+    def _take_routing(self, routing: Any) -> None:
+        """A turn's, which begins with the prompt: what older weights chose for earlier turns stays."""
+        if self._routing is not None and routing is not None:
+            routing = torch.cat([self._routing, routing[len(self._routing) :]])
+        self._routing = self._routing if routing is None else routing
 
     def _ended(self, raw: str) -> str:
         """A turn's text up to its end token, for parsers."""

@@ -85,7 +85,7 @@ class GenerateTask:
         """The sample of these parts, one after the other behind the prompt: answers of the engine, and token ids given
         in between (tool output …), which carry no loss and have log-prob 0. `fields` are set besides.
 
-        Status and policy versions are those of the answers: the last one's status, each version once.
+        Status and policy versions are those of the answers: the last one's status, versions in the order of tokens.
         """
         answers = [part for part in parts if isinstance(part, Completion)]
         response: list[int] = []
@@ -97,10 +97,12 @@ class GenerateTask:
             response += ids
             mask += [int(not given)] * len(ids)
             logprobs += [0.0] * len(ids) if isinstance(part, list) else part.logprobs
+        versions = _versions(parts)
         made: dict[str, Any] = {
             "response": self.decode(response),
             "loss_mask": None if all(mask) else mask,
-            "policy_versions": sorted({version for answer in answers for version in answer.policy_versions}),
+            "policy_versions": [version for version, _ in versions],
+            "version_tokens": [count for _, count in versions] if len(versions) > 1 else None,
             "status": answers[-1].status if answers else Status.FAILED,
         }
         if len(parts) == 1 and answers:
@@ -122,6 +124,25 @@ class GenerateTask:
             rollout_logprobs=logprobs,
             **{**made, **fields},
         )
+
+
+def _versions(parts: Sequence[Completion | list[int]]) -> list[tuple[int, int]]:
+    """Which policy version gave how many tokens, in their order. Given tokens count to the answer before them."""
+    found: list[tuple[int, int]] = []
+    given = 0  # before the first answer
+    for part in parts:
+        if isinstance(part, list) or not part.policy_versions:
+            count = len(part) if isinstance(part, list) else len(part.tokens)
+            if found:
+                found[-1] = found[-1][0], found[-1][1] + count
+            else:
+                given += count
+            continue
+        for version, count in zip(part.policy_versions, part.version_tokens or [len(part.tokens)], strict=True):
+            before = found.pop()[1] if found and found[-1][0] == version else 0
+            found.append((version, before + count + given))
+            given = 0
+    return found
 
 
 Generate = Callable[[GenerateTask], Awaitable[Sequence[Sample]]]

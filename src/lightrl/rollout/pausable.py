@@ -55,6 +55,8 @@ class _Call:
     def take(self, number: int, completion: Completion) -> None:
         """An answer, or its next part."""
         whole = joined(self.parts.pop(number, None), completion)
+        if whole.status is Status.ABORTED and len(whole.tokens) >= self.request.sampling.max_new_tokens:
+            whole.status = Status.TRUNCATED  # its last token came as it was ended
         if whole.status is not Status.ABORTED:
             self.done[number] = whole
         elif whole.tokens:

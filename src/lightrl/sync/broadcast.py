@@ -138,11 +138,7 @@ class BroadcastSync:
         device = "cuda" if backend == "nccl" else "cpu"
         store = dist.PrefixStore(self._name, self._store)  # SGLang's own prefix, then torch's two
         store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{self._name}/", store))
-        if backend == "gloo":
-            return dist.ProcessGroupGloo(store, 0, size, limit)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(store, 0, size, options)
+        return join_group(store, 0, size, self._device, limit)
 
     def _send(self, bucket: Bucket, flat: Tensor, label: str | None) -> None:
         self._synchronize()  # the copies into the bucket: another thread, with a stream of its own, sends it
@@ -178,12 +174,7 @@ class BroadcastSync:
         peer.post("/end_weight_update", {}, self._timeout)
 
     def _broadcast(self, flat: Tensor) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread starts with device 0
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([flat], options).wait()
-        self._synchronize()
+        broadcast(self._group, flat)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -194,12 +185,32 @@ class BroadcastSync:
         if group is not None:
             held = [group]
             del group  # freed in the thread, which must not be in the middle of it when the process ends
-            leaving = spawn(_abandon, held, self._broken is not None)
+            leaving = spawn(abandon, held, self._broken is not None)
             if self._broken is None:
                 wait([leaving], _GOODBYE)
 
 
-def _abandon(held: list[Any], broken: bool) -> None:
+def join_group(store: Any, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
+    """A process group of its own, no part of torch.distributed's job: NCCL for tensors on a GPU, gloo on a CPU."""
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, size, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def broadcast(group: Any, flat: Tensor) -> None:
+    """From rank 0 of the `group`, into or out of `flat`; it is there on return. May run in any thread."""
+    if flat.device.type == "cuda":
+        torch.cuda.set_device(flat.device)  # a thread starts with device 0
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([flat], options).wait()
+    if flat.device.type == "cuda":
+        torch.cuda.synchronize(flat.device)
+
+
+def abandon(held: list[Any], broken: bool) -> None:
     """Abort what is under way and free the one group in `held`; keep a broken one for as long as the process lives.
 
     Freeing one of gloo's waits, without letting Python run, until its broadcast times out.

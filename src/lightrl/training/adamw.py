@@ -14,10 +14,17 @@ class ShardedAdamW(torch.optim.AdamW):
 
     Each element's update needs nothing of others. torch would take the sharded tensors through DTensor's dispatch: tens
     of milliseconds on the host for a few hundred parameters, while the GPU waits.
+
+    As torch's own it takes `grad_scale`, which gradients are divided by, and `found_inf`, which is 1 where the step is
+    to be left out: scalars on the parameters' device, float32.
     """
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options, fused=True)
+        self.grad_scale = self.found_inf = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -46,7 +53,11 @@ class ShardedAdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
             )
+            if self.found_inf is not None:
+                torch._foreach_sub_(steps, [self.found_inf] * len(steps))
 
 
 def local(tensor: Tensor) -> Tensor:

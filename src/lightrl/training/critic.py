@@ -16,6 +16,7 @@ from lightrl.config.schema import Config, CriticConfig, ModelConfig, OptimConfig
 from lightrl.distributed import fsdp
 from lightrl.distributed.mesh import World
 from lightrl.observe.metrics import Tally
+from lightrl.training.adamw import ShardedAdamW
 from lightrl.training.optim import advance, apply_settings, build_optimizer, build_schedule, optimizer_step
 from lightrl.training.policy import to_device
 from lightrl.training.run_folder import export_model
@@ -33,7 +34,7 @@ class Critic:
     world: World
     config: CriticConfig
     optim: OptimConfig
-    optimizer: torch.optim.Optimizer
+    optimizer: ShardedAdamW
     schedule: LambdaLR
     total_updates: int
 

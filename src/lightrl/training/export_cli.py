@@ -17,16 +17,14 @@ from lightrl.models import lora
 from lightrl.models.export import MAX_SHARD_BYTES, export_dtype, export_hf, write_hf_folder
 from lightrl.models.export_adapter import export_adapter
 from lightrl.models.load import (
-    VALUE_HEAD,
     empty_model,
-    empty_value_model,
     load_model_config,
-    load_value_config,
     load_weights,
     persistent_tensors,
     resolve_checkpoint,
     stored_dtype,
 )
+from lightrl.models.value_head import VALUE_HEAD, empty_value_model, load_value_config
 from lightrl.training.checkpoint import MARKER, find_fault, latest
 from lightrl.training.checkpoint_storage import read_tensors, read_whole
 from lightrl.training.critic import critic_model

@@ -10,14 +10,15 @@ from lightrl.config.schema import Config
 from lightrl.errors import UserError
 from lightrl.observe.rollouts import RolloutWriter
 from lightrl.training.probe import rollout_writer
+from lightrl.training.rollout_ranks import serve_rollouts
 from lightrl.training.trainer import Trainer
 from lightrl.types import SampleGroup
 
 
-def check_out(out: Path) -> None:
+def check_out(out: Path, what: str = "generate: --out") -> None:
     """UserError for a folder that has rollouts: two dumps would mix."""
     if out.exists() and (not out.is_dir() or any(out.glob("step_*.jsonl*"))):
-        raise UserError(f"generate: --out: {out} holds something already; name a new folder, or remove it")
+        raise UserError(f"{what}: {out} holds something already; name a new folder, or remove it")
 
 
 def generate(config: Config, out: Path, *, steps: int, checkpoint: Path | None) -> Path:
@@ -26,7 +27,10 @@ def generate(config: Config, out: Path, *, steps: int, checkpoint: Path | None) 
     From the weights of `checkpoint`, or the model's own; prompts come from the beginning of their order.
     """
     check_out(out)
-    trainer = Trainer(for_generation(config), only_sample=True)
+    config = for_generation(config)
+    if serve_rollouts(config):
+        return out
+    trainer = Trainer(config, only_sample=True)
     try:
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint, weights_only=True)

@@ -20,7 +20,7 @@ from lightrl.training.adamw import ShardedAdamW, local
 _ROW = 4096  # elements whose squares are added up in float32
 
 
-def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> ShardedAdamW:
     """Matrices decay, norms and biases do not. State is float32 and sharded as the parameters are."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -79,41 +79,48 @@ def lr_factor(update: int, config: OptimConfig, total_updates: int) -> float:
 
 
 def optimizer_step(
-    optimizer: torch.optim.Optimizer, schedule: LambdaLR, parameters: Sequence[nn.Parameter], max_grad_norm: float
+    optimizer: ShardedAdamW, schedule: LambdaLR, parameters: Sequence[nn.Parameter], max_grad_norm: float
 ) -> tuple[float, bool]:
     """Clip by the global norm and step. Returns (norm before clipping, stepped).
 
     The norm is over all ranks, so a gradient that is not finite anywhere makes every rank skip the step together. The
-    schedule advances either way: it counts updates, not successes.
+    schedule advances either way: it counts updates, not successes. Clipping and skipping are the optimizer's: neither
+    waits for the host, nor goes over the gradients once more.
     """
-    norm = grad_norm(parameters)
-    finite = math.isfinite(norm)
-    if finite:
-        if max_grad_norm > 0 and norm > max_grad_norm:
-            scale = max_grad_norm / (norm + 1e-6)
-            torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], scale)
-        optimizer.step()
+    norm = _grad_norm(parameters)
+    with torch.no_grad():
+        clipped = (norm + 1e-6) / max_grad_norm if max_grad_norm > 0 else torch.zeros_like(norm)
+        optimizer.grad_scale = clipped.clamp_min(1.0).nan_to_num(1.0).float()
+        optimizer.found_inf = (~norm.isfinite()).float()
+    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     with _quiet_schedule():
         schedule.step()
-    return norm, finite
+    found = float(norm)
+    return found, math.isfinite(found)
+
+
+def grad_norm(parameters: Sequence[nn.Parameter]) -> float:
+    """L2 norm of all gradients over all ranks."""
+    return float(_grad_norm(parameters))
 
 
 @torch.no_grad()
-def grad_norm(parameters: Sequence[nn.Parameter]) -> float:
-    """L2 norm of all gradients over all ranks."""
-    return math.hypot(*(_norm(grads) for grads in _by_mesh(parameters)))
+def _grad_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Float64, on the gradients' device."""
+    squares = [_whole_square(grads) for grads in _by_mesh(parameters)]
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
 
 
-def _norm(grads: list[Tensor]) -> float:
-    """Of gradients on one mesh."""
+def _whole_square(grads: list[Tensor]) -> Tensor:
+    """Over all ranks, of gradients on one mesh."""
     first = grads[0]
     square = _square([local(g) for g in grads])
     if isinstance(first, DTensor):
         for axis, placement in enumerate(first.placements):
             if not placement.is_replicate():
                 dist.all_reduce(square, group=first.device_mesh.get_group(axis))
-    return math.sqrt(float(square))
+    return square
 
 
 def _square(tensors: Sequence[Tensor]) -> Tensor:

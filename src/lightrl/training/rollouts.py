@@ -20,6 +20,7 @@ from lightrl.config.schema import Config
 from lightrl.distributed.mesh import World
 from lightrl.distributed.offload import TrainingState
 from lightrl.engine.base import Engine, EngineLostError, Restartable
+from lightrl.errors import UserError
 from lightrl.observe.metrics import Tally
 from lightrl.rollout.background import Background
 from lightrl.rollout.carried import CarriedCollection, Carry
@@ -29,6 +30,7 @@ from lightrl.rollout.ranks import Collection
 from lightrl.sync.weights import release_engine, sync_weights
 from lightrl.training import setup
 from lightrl.training.policy import Policy
+from lightrl.training.rollout_ranks import num_lost
 from lightrl.types import Sample, SampleGroup
 
 R = TypeVar("R")
@@ -55,6 +57,11 @@ class Rollouts:
         """The engine, as samplers see it."""
         return self.engine
 
+    @property
+    def repeats(self) -> bool:
+        """What is sampled together does not depend on how long training takes."""
+        return True
+
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """To its end, where the engine works."""
         return run_async(work)
@@ -68,7 +75,7 @@ class Rollouts:
             self.renew(version)
 
     def renew(self, version: int) -> None:
-        """Give the engine the present weights."""
+        """Give the engine the present weights, whatever it has: it may have been started anew."""
         sync_weights(self._policy, self.engine, version, self.state)
 
     def release(self) -> None:
@@ -78,7 +85,8 @@ class Rollouts:
     def restart(self) -> None:
         """In place of one that was lost. The training state is still on the GPU where that was not while generating."""
         assert isinstance(self.engine, Restartable)
-        setup.make_room(self._config.engine, self._policy, self.state)
+        if not self._config.parallel.rollout_ranks:
+            setup.make_room(self._config.engine, self._policy, self.state)
         self.engine.restart()
 
     def forget(self) -> None:
@@ -86,26 +94,33 @@ class Rollouts:
 
     def collection(self, sampler: Callable[..., Sampler], *, steps_left: int, **parts: Any) -> Collection:
         """A step's, with `parts` of `Collection`; `sampler` makes one for an `engine`."""
-        return Collection(sampler=sampler(engine=self.asked), **self._parts, **parts)
+        return Collection(sampler=sampler(engine=self.asked), **self._with_own(parts))
 
     def evaluation(self, sampler: Callable[..., Sampler], **parts: Any) -> Collection:
         """One that no step has to do with."""
-        return Collection(sampler=sampler(engine=self.asked), **self._parts | {"draw_early": False}, **parts)
+        return Collection(sampler=sampler(engine=self.asked), **self._with_own(parts) | {"draw_early": False})
 
     @property
     def ranks_per_engine(self) -> int:
         """Consecutive ranks that share an engine, and its prompts."""
-        return self._config.engine.tensor_parallel
+        return 1 if self._config.parallel.rollout_ranks else self._config.engine.tensor_parallel
 
-    @property
-    def _parts(self) -> dict[str, Any]:
-        return {
+    def _with_own(self, parts: dict[str, Any]) -> dict[str, Any]:
+        return parts | {
             "world": self._world,
             "ranks_per_engine": self.ranks_per_engine,
             "draw_early": self._config.engine.kind != "transformers",  # the embedded engine repeats to the last bit
             "restart": self.restart,
             "run_on": self.run,
+            "on_restart": partial(self._tell_restart, parts["on_restart"]),
         }
+
+    def _tell_restart(self, tell: Callable[[int, str], None], count: int, why: str) -> None:
+        """`count` is of ranks that miss an engine: of those on ranks that generate, several may miss the same."""
+        if self._config.parallel.rollout_ranks:
+            count = num_lost(self.engine)  # 0: another rank has restarted it meanwhile, and it lacks its weights
+        if count:
+            tell(count, why)
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call."""
@@ -136,6 +151,10 @@ class CarriedRollouts(Rollouts):
         """It can hold their answers."""
         return self._pausable
 
+    @property
+    def repeats(self) -> bool:
+        return self._waits_for_all or self._config.rollout.staleness == 0
+
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """To its end, where the engine works. The time counts as waited for."""
         start = time.perf_counter()
@@ -149,16 +168,21 @@ class CarriedRollouts(Rollouts):
         if self._waits_for_all:
             self.run(self._carry.settle())
 
+    def sync(self, version: int) -> None:
+        """Not to an engine beside training that has this version."""
+        if not (self._beside and self._held == version):
+            super().sync(version)
+
     def renew(self, version: int) -> None:
         """New weights for the engine; what was held goes on with them."""
-        if self._beside and self._held == version:
-            return
         self._held = None
         self.settle()
         self._background.run(self._pausable.pause())
         self._world.barrier()  # servers get their weights from the first rank alone
-        sync_weights(self._policy, self.engine, version, self.state, beside=self._beside)
-        self._background.run(self._pausable.resume())
+        try:
+            sync_weights(self._policy, self.engine, version, self.state, beside=self._beside)
+        finally:  # where an engine is lost, who waits for its answers has to see it
+            self._background.run(self._pausable.resume())
         self._held = version
 
     def release(self) -> None:
@@ -185,8 +209,7 @@ class CarriedRollouts(Rollouts):
             num_steps=min(rollout.staleness, steps_left),
             num_begun=min(rollout.staleness, steps_left) if self._beside else 0,
             keep_done=rollout.partial != "mask",
-            **self._parts,
-            **parts,
+            **self._with_own(parts),
         )
 
     def take_metrics(self) -> dict[str, float]:
@@ -202,30 +225,52 @@ class CarriedRollouts(Rollouts):
 
 
 def check_staleness(groups: Sequence[SampleGroup], version: int, limit: int, tally: Tally) -> None:
-    """Tell how many versions ago each sample's oldest token was drawn. RuntimeError beyond `limit`."""
+    """Tell how many versions ago the oldest token of each sample, or of its episode, was drawn.
+
+    RuntimeError beyond `limit`.
+    """
+    oldest: dict[tuple[int, int, bool], int] = {}
+    for sample in (s for group in groups for s in group.samples if s.policy_versions):
+        key, drawn = _episode(sample), min(sample.policy_versions)
+        oldest[key] = min(drawn, oldest.get(key, drawn))
     for sample in (s for group in groups for s in group.scored if s.policy_versions):
-        age = version - min(sample.policy_versions)
+        drawn = oldest[_episode(sample)]
+        age = version - drawn
         if not 0 <= age <= limit:
             raise RuntimeError(
-                f"sample {sample.group_index}/{sample.index} has tokens of policy version "
-                f"{min(sample.policy_versions)}, the present one is {version}, and {limit} is the most that "
+                f"sample {sample.group_index}/{sample.index} has tokens of policy version {drawn}, the "
+                f"present one is {version}, and {limit} is the most that "
                 "[rollout] allows between them"
             )
         tally.add("rollout/staleness_mean", age)
         tally.add("rollout/staleness_max", age, kind="max")
 
 
+def _episode(sample: Sample) -> tuple[int, int, bool]:
+    """What a sample's tokens were drawn in: an episode with all its conversations, or an answer by itself."""
+    episode = sample.metadata.get("episode")
+    if isinstance(episode, int):  # not of a hook's own metadata
+        return sample.group_index, episode, True
+    return sample.group_index, sample.index, False
+
+
 def mask_older(groups: Sequence[SampleGroup], version: int) -> None:
     """`rollout.partial = "mask"`: tokens that older weights drew leave the loss; their sample stays in the baseline."""
-    for sample in (s for group in groups for s in group.samples):
+    for sample in (s for group in groups for s in group.scored):
         versions = versions_of(sample)
         if any(v != version for v in versions):
             sample.loss_mask = [int(m and v == version) for m, v in zip(sample.mask, versions, strict=True)]
 
 
 def versions_of(sample: Sample) -> list[int]:
-    """Of each token of the response."""
+    """Of each token of the response. UserError for a sample, of a hook, that does not say."""
     counts = sample.version_tokens or [sample.response_length] * len(sample.policy_versions)
+    if len(counts) != len(sample.policy_versions) or sum(counts) != sample.response_length:
+        raise UserError(
+            f"rollout.generate: sample {sample.group_index}/{sample.index} has policy_versions "
+            f"{sample.policy_versions} and version_tokens {sample.version_tokens} for {sample.response_length} tokens: "
+            "say how many each version gave, as task.sample does"
+        )
     return [v for v, count in zip(sample.policy_versions, counts, strict=True) for _ in range(count)]
 
 

@@ -13,39 +13,37 @@ from torch import nn
 from transformers import AutoConfig
 
 from lightrl.config.load import model_fault
-from lightrl.config.rundir import newest_state, run_dir_fault
+from lightrl.config.rundir import run_dir_fault
 from lightrl.config.schema import (
     Config,
     CorrectionConfig,
-    EngineConfig,
     ModelConfig,
     ParallelConfig,
     RewardConfig,
-    RunConfig,
-    SyncConfig,
 )
 from lightrl.data.conversations import Conversation
-from lightrl.distributed.mesh import World, consecutive_group, init_world
+from lightrl.distributed.mesh import World, find_part, init_world
 from lightrl.distributed.offload import Offloader, TrainingState
-from lightrl.engine.base import Engine, SamplingParams
-from lightrl.errors import UserError, end
+from lightrl.engine.base import SamplingParams
+from lightrl.errors import UserError
 from lightrl.models import load, lora
 from lightrl.models.context import context_length, longrope_notice
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
+from lightrl.models.value_head import load_value_config
 from lightrl.rollout import agent
 from lightrl.rollout.agent import Agent
 from lightrl.training.critic import Critic, critic_model
-from lightrl.training.dumped import NoEngine
+from lightrl.training.engines import build_engine as build_engine
+from lightrl.training.engines import engine_seed as engine_seed
+from lightrl.training.engines import make_room as make_room
 from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.training.value_model import ValueModel
 from lightrl.types import Prompt
 from lightrl.wrappers import is_adapter
 
 if TYPE_CHECKING:
-    from lightrl.engine import sglang_requests
     from lightrl.training.teacher import Teacher
 
-_BESIDE = 0.06  # of the GPU, which an engine takes beside `engine.memory_fraction`: context, CUDA graphs, activations
 UNKNOWN_CONTEXT = 1 << 20  # tokens, for a model whose config states no limit
 
 
@@ -85,6 +83,11 @@ def check(config: Config) -> None:
 def join_world(config: Config) -> World:
     """The ranks of an RL run."""
     parallel = config.parallel
+    if parallel.rollout_ranks and not (part := find_part(parallel.rollout_ranks)).trains:
+        raise UserError(
+            f"parallel.rollout_ranks: rank {part.job_rank} of {part.job_size} generates, and has no Trainer: call "
+            "lightrl.serve_rollouts(config) before, which returns True on such ranks once the run is over"
+        )
     return init_world(
         config.run.device,
         parallel.shard_size,
@@ -92,6 +95,7 @@ def join_world(config: Config) -> World:
         parallel.expert_parallel,
         parallel.context_parallel,
         broadcasts_to_servers=config.engine.kind == "sglang_server" and config.sync.transport == "nccl",
+        rollout_ranks=parallel.rollout_ranks,
     )
 
 
@@ -163,7 +167,7 @@ def check_reference(config: Config, hf_config: Any, tokenizer: Any, prompts: Ite
     if config.algorithm.estimator.critic:
         model = critic_model(config)
         folder = load.resolve_checkpoint(model.path, model.revision, weights=False, key="critic.path")
-        load.load_value_config(folder, model.trust_remote_code)
+        load_value_config(folder, model.trust_remote_code)
 
 
 def reward_section(config: Config) -> RewardConfig:
@@ -238,121 +242,6 @@ def training_state(
     others = [] if critic is None else [critic.optimizer]
     limit = None if config.offload_host_gib is None else int(config.offload_host_gib * 2**30)
     return TrainingState(Offloader(modules, optimizer, *others, max_host_bytes=limit), config.offload)
-
-
-def build_engine(
-    config: EngineConfig,
-    policy: Policy,
-    tokenizer: Any,
-    context_length: int,
-    trust_remote_code: bool = False,
-    *,
-    sync: SyncConfig | None = None,
-    world: World | None = None,
-    run_dir: Path = Path("."),
-    seed: int = 0,
-    state: TrainingState | None = None,
-    return_routing: bool = False,
-    idle: bool = False,
-) -> Engine:
-    """What `engine.kind` names. A new engine is added here. Every rank calls it; SGLang needs the `world`, and to know
-    at its start whether it will be asked to `return_routing`.
-
-    With `idle` none is made: nothing will be generated.
-
-    The training `state` leaves the GPU while an engine starts on it, where it would not find its share of the memory;
-    afterwards the engine's memory is released.
-    """
-    if idle:
-        return NoEngine()
-    if config.kind != "transformers":
-        assert world is not None, "SGLang's engine needs to know its ranks"
-        if config.kind == "sglang_server":
-            state = None  # it is not on these GPUs
-        if state is not None:
-            make_room(config, policy, state)
-        model = _sglang_model(policy, tokenizer, context_length, trust_remote_code, return_routing)
-        engine = _build_sglang(config, sync or SyncConfig(), policy, model, world, run_dir, seed)
-        if state is not None:
-            try:
-                engine.offload()
-                state.come_back()
-            except BaseException:
-                end(engine.close)
-                raise
-        return engine
-    from lightrl.engine.transformers import TransformersEngine
-
-    return TransformersEngine(
-        policy.hf_config,
-        eos_token_ids=load.eos_token_ids(str(policy.source), policy.hf_config, tokenizer),
-        decode=tokenizer.decode,
-        device=policy.device,
-        dtype=policy.compute_dtype,
-        max_batch=config.max_batch,
-        max_prefill_tokens=config.max_prefill_tokens,
-        context_length=context_length,
-        trust_remote_code=trust_remote_code,
-        adapters=policy.adapters if policy.adapters is not None and policy.adapters.lent else None,
-    )
-
-
-def engine_seed(run: RunConfig) -> int:
-    """Of the random streams of engines: a run that goes on does not draw again what it drew at its start."""
-    newest = newest_state(run.dir) if run.resume else None
-    return run.seed + 2**64 * (0 if newest is None else int(newest[1].get("step", 0)))
-
-
-def make_room(config: EngineConfig, policy: Policy, state: TrainingState) -> None:
-    """An engine is about to start on this rank's GPU: let the training state leave it, if both do not fit."""
-    total = 0 if policy.device.type == "cpu" else torch.cuda.get_device_properties(policy.device).total_memory
-    state.make_room(int((config.memory_fraction + _BESIDE) * total))
-
-
-def _sglang_model(
-    policy: Policy, tokenizer: Any, context_length: int, trust_remote_code: bool, return_routing: bool
-) -> sglang_requests.Model:
-    from lightrl.engine.sglang_requests import Model
-
-    text_config = policy.hf_config.get_text_config()
-    return Model(
-        path=policy.source,
-        layout=policy.stream().layout(),
-        eos_token_ids=load.eos_token_ids(str(policy.source), policy.hf_config, tokenizer),
-        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-        dtype=policy.compute_dtype,
-        context_length=min(context_length, int(text_config.max_position_embeddings)),
-        vocab_size=int(text_config.vocab_size),
-        trust_remote_code=trust_remote_code,
-        routing=policy.routing_shape if return_routing else None,
-    )
-
-
-def _build_sglang(
-    config: EngineConfig,
-    sync: SyncConfig,
-    policy: Policy,
-    model: sglang_requests.Model,
-    world: World,
-    run_dir: Path,
-    seed: int,
-) -> Engine:
-    from lightrl.engine.sglang import SGLangEngine
-    from lightrl.engine.sglang_server import SGLangServers
-
-    if config.kind == "sglang_server":
-        folder = run_dir / "sync" if sync.folder is None else Path(sync.folder)
-        return SGLangServers(model, config, sync, device=policy.device, ranks=world, folder=folder)
-    return SGLangEngine(
-        model,
-        config,
-        sync,
-        device=policy.device,
-        seed=seed,
-        log_dir=run_dir / "engine",
-        group=consecutive_group(world, config.tensor_parallel, "engine.tensor_parallel"),
-        member=world.rank % config.tensor_parallel,
-    )
 
 
 def warnings(config: Config, policy: Policy, tokenizer: Any, num_prompts: int) -> list[str]:
@@ -430,7 +319,8 @@ def model_facts(config: Config, world: World, policy: Policy | ValueModel) -> di
         f"{world.size} rank{'s' * (world.size > 1)} "
         f"(shard {world.mesh.size(1)} x replicate {world.mesh.size(0)}"
         + (f", experts over {world.expert_mesh['ep'].size()}" if world.expert_mesh is not None else "")
-        + (f", rows over {world.context_parallel})" if world.context_parallel > 1 else ")"),
+        + (f", rows over {world.context_parallel})" if world.context_parallel > 1 else ")")
+        + (f"; {ranks} more generate{'s' * (ranks == 1)}" if (ranks := config.parallel.rollout_ranks) else ""),
         **adapters,
     }
 

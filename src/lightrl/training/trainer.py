@@ -19,6 +19,7 @@ from lightrl.config.engines import unused_by_engine
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource, load_prompts
 from lightrl.distributed.mesh import deal, set_deterministic
+from lightrl.distributed.offload import TrainingState
 from lightrl.engine.base import Engine
 from lightrl.errors import UserError, end
 from lightrl.models import load
@@ -44,6 +45,7 @@ from lightrl.training.objective import Objective, normalize_weights
 from lightrl.training.optim import advance, build_optimizer, build_schedule
 from lightrl.training.packing import TrainSample
 from lightrl.training.probe import Probe
+from lightrl.training.rollout_ranks import meet_rollout_ranks, remote_engine
 from lightrl.training.rollouts import Rollouts, check_staleness, mask_older
 from lightrl.training.teacher import Teacher, check_teacher
 from lightrl.training.update import mismatch_metrics, update
@@ -81,6 +83,9 @@ class Trainer:
         self.groups_done = 0
         self._torn = False  # an update was interrupted: weights and gradients are between two steps
         with self.loop.opening() as self._held:
+            self.rollout_ranks = meet_rollout_ranks(config, self.world)
+            for rank in self.rollout_ranks:
+                self._held.callback(end, rank.close)
             self._load_data(reward, load_hooks(config, hooks))
             self.loop.check_resume(self.source, ["critic"] if config.algorithm.estimator.critic else [])
             self._load_model()
@@ -152,7 +157,21 @@ class Trainer:
             config.parallel, self.policy, self.reference, self.optimizer, self.critic, self.teacher
         )
         self._held.callback(end, state.close)
-        engine = setup.build_engine(
+        engine = self._build_engine(state)
+        self.rollouts = Rollouts.build(config, engine, self.world, self.policy, state)
+        self._held.callback(end, lambda: self.engine.close())
+        self._held.callback(end, self.rollouts.close)
+        self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
+        self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
+        for text in setup.warnings(config, self.policy, self.tokenizer, len(self.prompts)):
+            self.console.warning(text)
+
+    def _build_engine(self, state: TrainingState) -> Engine:
+        config, routing = self.config, self.sampling.return_routing
+        if self.rollout_ranks:
+            ranks, context = self.rollout_ranks, self.context_length
+            return remote_engine(config, self.policy, self.world, ranks, context, return_routing=routing)
+        return setup.build_engine(
             config.engine,
             self.policy,
             self.tokenizer,
@@ -163,16 +182,9 @@ class Trainer:
             run_dir=self.run_dir,
             seed=setup.engine_seed(config.run),
             state=state,
-            return_routing=self.sampling.return_routing,
+            return_routing=routing,
             idle=self.dumped is not None,
         )
-        self.rollouts = Rollouts.build(config, engine, self.world, self.policy, state)
-        self._held.callback(end, lambda: self.engine.close())
-        self._held.callback(end, self.rollouts.close)
-        self.cost = CostModel.from_config(self.policy.hf_config.get_text_config())
-        self.writer = SampleWriter(self.run_dir, self.world.rank, self.world.size) if config.log.save_samples else None
-        for text in setup.warnings(config, self.policy, self.tokenizer, len(self.prompts)):
-            self.console.warning(text)
 
     @property
     def engine(self) -> Engine:
@@ -292,7 +304,7 @@ class Trainer:
         rollout, selection = self.config.rollout, selection or self.selection(prompts)
         if self.dumped is not None:
             return self.dumped.groups(self.steps_done + 1, selection, self.world)
-        mine = deal(self.world, prompts, self.config.engine.tensor_parallel)
+        mine = deal(self.world, prompts, self.rollouts.ranks_per_engine)
         total = len(mine) * rollout.group_size if self.filter is None else None
         steps_left = self.config.run.steps - self.steps_done - 1
         with self.console.progress("generating", total=total) as bar:
@@ -315,7 +327,7 @@ class Trainer:
     def _sampler(self, engine: Engine) -> Sampler:
         return sampler_of(
             self.agent,
-            together=self.config.engine.kind == "transformers" and not self.rollouts.carries,
+            together=self.config.engine.kind == "transformers" and self.rollouts.repeats,
             engine=engine,
             sampling=self.sampling,
             group_size=self.config.rollout.group_size,

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightrl.algorithms.losses import MAX_LOG_RATIO, LossTokens, PolicyLoss, kl_divergence
 from lightrl.distributed.fsdp import set_gradient_sync
 from lightrl.observe.metrics import Tally
+from lightrl.training.adamw import ShardedAdamW
 from lightrl.training.objective import (
     Correction,
     Distillation,
@@ -38,7 +39,7 @@ class UpdateResult:
 
 def update(
     policy: Policy,
-    optimizer: torch.optim.Optimizer,
+    optimizer: ShardedAdamW,
     schedule: LambdaLR,
     minibatch: Sequence[Microbatch],
     objective: Objective,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightrl.config.schema import ModelConfig
 from lightrl.distributed import fsdp
 from lightrl.distributed.mesh import World
-from lightrl.models import load
+from lightrl.models import load, value_head
 from lightrl.models.attention import Segments
 from lightrl.training.policy import compute_dtype, padded, sharded_root, to_device
 from lightrl.types import Microbatch
@@ -66,15 +66,15 @@ class ValueModel:
         head, of zeros. `key` is the config's, for messages; `hf_config` is in place of the checkpoint's."""
         source = load.resolve_checkpoint(config.path, config.revision, key=key)
         if hf_config is None:
-            hf_config = load.load_value_config(source, config.trust_remote_code, key=key)
-        model = load.empty_value_model(hf_config, trust_remote_code=config.trust_remote_code)
+            hf_config = value_head.load_value_config(source, config.trust_remote_code, key=key)
+        model = value_head.empty_value_model(hf_config, trust_remote_code=config.trust_remote_code)
         head: Any = model.score
         head.keeps_float32 = True  # values are regressed: bfloat16 would round them to 3 digits
         dtype = compute_dtype(config.compute_dtype, world.device)
         module = sharded_root(ValueModule, model, hf_config, config, world, dtype)
         with torch.no_grad():
             head.weight.zero_()  # a new head: worth nothing before it has learned
-        load.load_weights(model, source, trust_remote_code=config.trust_remote_code, new_head=load.VALUE_HEAD)
+        load.load_weights(model, source, trust_remote_code=config.trust_remote_code, new_head=value_head.VALUE_HEAD)
         return cls(module=module, hf_config=hf_config, source=source, compute_dtype=dtype, device=world.device)
 
     def __call__(self, batch: Microbatch) -> Tensor:
@@ -93,7 +93,7 @@ class ValueModel:
 def value_config_and_tokenizer(model: ModelConfig, key: str) -> tuple[Any, Any]:
     """Of a model with a value head to be trained, with the padding token that it is scored before. No weights."""
     folder = load.resolve_checkpoint(model.path, model.revision, weights=False, key=key)
-    config = load.load_value_config(folder, model.trust_remote_code, key=key)
+    config = value_head.load_value_config(folder, model.trust_remote_code, key=key)
     if model.tokenizer is None:
         tokenizer = load.load_tokenizer(model.path, model.revision, model.trust_remote_code, key=key)
     else:

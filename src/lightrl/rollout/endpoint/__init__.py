@@ -1,5 +1,5 @@
 """An OpenAI-compatible server in the run, for agents outside."""
 
-from lightrl.rollout.endpoint.outside import OutsideAgents, OutsideSession
+from lightrl.rollout.endpoint.outside import OutsideAgents, OutsideSession, read_key
 
-__all__ = ["OutsideAgents", "OutsideSession"]
+__all__ = ["OutsideAgents", "OutsideSession", "read_key"]

@@ -57,10 +57,7 @@ class OutsideAgents:
         self.gives_reward = not graded
         self._config, self._agent, self._caller, self._graded = config, agent, caller, graded
         self._function = hooks.load(config.function, "endpoint.function") if config.function else None
-        key = None
-        if config.key_env is not None and not (key := os.environ.get(config.key_env, "").strip()):
-            raise UserError(f"endpoint.key_env: the environment has no {config.key_env}: export it, or drop this")
-        self.endpoint = Endpoint(config, template, model=model, key=key, rank=rank)
+        self.endpoint = Endpoint(config, template, model=model, key=read_key(config), rank=rank)
 
     def __call__(self) -> OutsideAgents:
         return self
@@ -80,7 +77,7 @@ class OutsideAgents:
                 episode,
                 parser_of=lambda tools: load_parser(self._agent, tools),
                 tool_role=self._agent.tool_role,
-                strict=self._config.foreign_sampling == "refuse" and not episode.rounds.stream.startswith("eval/"),
+                foreign="ignore" if episode.rounds.stream.startswith("eval/") else self._config.foreign_sampling,
             )
             access = self.endpoint.open(session)
             try:
@@ -135,6 +132,15 @@ class OutsideAgents:
         async with places:
             episode.rounds.enter(episode.party)
             yield
+
+
+def read_key(config: EndpointConfig) -> str | None:
+    """The key that `endpoint.key_env` names; UserError where the environment has none."""
+    if config.key_env is None:
+        return None
+    if not (key := os.environ.get(config.key_env, "").strip()):
+        raise UserError(f"endpoint.key_env: the environment has no {config.key_env}: export it, or drop this")
+    return key
 
 
 async def run_command(command: list[str], session: OutsideSession) -> None:

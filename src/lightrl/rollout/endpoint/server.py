@@ -70,9 +70,9 @@ class Endpoint:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._http.port}"
         self._http.start()
 
-    def open(self, session: Session) -> Access:
-        """Let an agent in. From any thread."""
-        name = secrets.token_hex(8)
+    def open(self, session: Session, name: str | None = None) -> Access:
+        """Let an agent in. From any thread. The session's name is made up where none is given."""
+        name = name or secrets.token_hex(8)
         self._sessions[name] = session
         return Access(session=name, base_url=f"{self.url}/v1/sessions/{name}", api_key=self._key_of(name))
 
@@ -96,11 +96,22 @@ class Endpoint:
         matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in right]
         if scheme.lower() != "bearer" or not any(matches):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        self._check_session(name, action)
+
+    def _check_session(self, name: str | None, action: str) -> None:
+        """ApiError 404 where a request needs a session that is not there."""
         if name is not None and name not in self._sessions:
             raise ApiError(404, f"there is no session {name[:64]!r}, or it has ended", code="session_not_found")
         if name is None and action != "models":
             text = f"no session: use the base URL of one, or send its id as the header {SESSION_HEADER}"
             raise ApiError(404, text, code="session_not_found")
+
+    async def _find(self, name: str | None, request: ChatRequest | None = None) -> Session:
+        """The session of a request, which may have ended since its head was read."""
+        session = self._sessions.get(name or "")
+        if session is None:
+            raise ApiError(404, f"there is no session {name!r}, or it has ended", code="session_not_found")
+        return session
 
     def _route(self, head: Head) -> tuple[str | None, str]:
         parts = head.path.strip("/").split("/")
@@ -122,19 +133,18 @@ class Endpoint:
             if action == "models":
                 model = {"id": self._model, "object": "model", "created": 0, "owned_by": "lightrl"}
                 return Reply(body={"object": "list", "data": [model]})
-            session = self._sessions.get(name or "")
-            if session is None:  # it ended while the body was read
-                raise ApiError(404, f"there is no session {name!r}, or it has ended", code="session_not_found")
+            if action == "chat/completions":
+                request = parse_chat(body)
+                return await self._chat(await self._find(name, request), request)
+            session = await self._find(name)
             if action == "reward":
                 reward, info = parse_reward(body)
                 await self._there(session, lambda: session.set_reward(reward, info))
                 return Reply(body={"session": name, "reward": reward})
-            if action == "end":
-                if body:
-                    parse_json(body)
-                await self._there(session, session.end)
-                return Reply(body={"session": name})
-            return await self._chat(session, parse_chat(body))
+            if body:
+                parse_json(body)
+            await self._there(session, session.end)
+            return Reply(body={"session": name})
         except ApiError:
             raise
         except Exception as error:  # a server that answers is better than one that hangs up

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from lightrl.engine.base import Completion, EngineLostError, SamplingParams
 from lightrl.rollout.conversation import ChatTemplate, Message, TemplateError
@@ -19,6 +20,9 @@ from lightrl.rollout.endpoint.protocol import ApiError, ChatRequest, message_key
 from lightrl.rollout.episode import Conversation, Episode
 from lightrl.rollout.tools import Parser
 from lightrl.types import Prompt, Status
+
+Foreign = Literal["refuse", "ignore", "follow"]
+"""What becomes of a `temperature` or `top_p` other than the run's."""
 
 _CALL = "<tool_call>"
 
@@ -85,15 +89,17 @@ class Session:
         *,
         parser_of: Callable[[list[dict[str, Any]]], Parser],
         tool_role: str = "tool",
-        strict: bool = True,
+        foreign: Foreign = "refuse",
     ) -> None:
         self.episode, self.loop = episode, asyncio.get_running_loop()
+        self.used = time.monotonic()
+        """When something was last asked."""
         self.over = asyncio.Event()
         """The agent said so, or nothing more can come of it."""
         self.reward: float | None = None
         self.info: dict[str, Any] = {}
         self.is_closed = False
-        self._parser_of, self._tool_role, self._strict = parser_of, tool_role, strict
+        self._parser_of, self._tool_role, self._foreign = parser_of, tool_role, foreign
         self._roots: list[Said] = []
         self._by_key: dict[str, list[Said]] = {}
         self._latest: Said | None = None
@@ -121,6 +127,16 @@ class Session:
             raise ApiError(503, "the engine was lost; the session is over", code="engine_lost") from None
         finally:
             self._tasks.discard(task)
+            self.used = time.monotonic()
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is being sampled."""
+        return bool(self._tasks)
+
+    def continues(self, request: ChatRequest) -> bool:
+        """Whether the request goes on from an answer of this session."""
+        return bool(self._known(request)[0])
 
     async def set_reward(self, reward: float, info: dict[str, Any]) -> None:
         """The last one counts."""
@@ -143,7 +159,7 @@ class Session:
 
     def validate(self, request: ChatRequest) -> None:
         """ApiError 400 for what the run cannot sample."""
-        if not self._strict:
+        if self._foreign != "refuse":
             return
         sampling = self.episode.sampling
         for name in ("temperature", "top_p"):
@@ -236,6 +252,9 @@ class Session:
         room = min(filter(None, (room, limits.max_turn_tokens, request.max_tokens)))
         stop = tuple(dict.fromkeys((*episode.sampling.stop, *request.stop)))
         sampling = replace(episode.sampling, max_new_tokens=room, stop=stop)
+        if self._foreign == "follow":
+            asked = {k: v for k in ("temperature", "top_p") if (v := getattr(request, k)) is not None}
+            sampling = replace(sampling, **asked)
         completions = await self._draw(place.tokens, sampling, request.n)
         said = [self._read(place, request, completion) for completion in completions]
         for turn in said:
@@ -271,13 +290,8 @@ class Session:
     def _place(self, request: ChatRequest) -> _Place:
         """Behind the turn that the request goes on from; a new conversation if there is none."""
         episode, template = self.episode, self.episode.template
-        keys = [message_key(message) for message in request.messages]
-        tools = json.dumps(request.tools, sort_keys=True)
-        last = max((i + 1 for i, m in enumerate(request.messages) if m["role"] == "assistant"), default=0)
-        key = "".join((tools, *keys))
+        known, last, key = self._known(request)
         # of several that said the same, the last that nothing follows yet
-        known = self._by_key.get("".join((tools, *keys[:last])), []) if last else []
-        known = [turn for turn in known if turn.completion.status is Status.COMPLETED]
         parent = next((turn for turn in reversed(known) if not turn.children), known[-1] if known else None)
         try:
             if parent is None:
@@ -293,6 +307,14 @@ class Session:
         return _Place(
             parent=parent, prompt=parent.prompt, told=told, given=given, tokens=tokens, end=parent.end, key=key
         )
+
+    def _known(self, request: ChatRequest) -> tuple[list[Said], int, str]:
+        """Turns that the request may go on from, how many of its messages are up to there, and its own key."""
+        keys = [message_key(message) for message in request.messages]
+        tools = json.dumps(request.tools, sort_keys=True)
+        last = max((i + 1 for i, m in enumerate(request.messages) if m["role"] == "assistant"), default=0)
+        known = self._by_key.get("".join((tools, *keys[:last])), []) if last else []
+        return [turn for turn in known if turn.completion.status is Status.COMPLETED], last, "".join((tools, *keys))
 
     def _prompt(self, request: ChatRequest) -> Prompt:
         """The row's own where the agent asks just that; else the request's messages as they are."""
