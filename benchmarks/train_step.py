@@ -66,7 +66,12 @@ SHAPES |= MIXTURES
 GOALS = {("Qwen3-0.6B", 1): 2.0, ("Qwen3-4B", 1): 1.7, ("Qwen3-0.6B", 8): 1.7, ("Qwen3-4B", 8): 1.7}
 GOALS |= {("Qwen3-30B-A3B-stack", count): 1.5 for count in (1, 8)}
 PEAK = 989.4e12
-VARIANTS = {"kept": "attention kept", "all": "all recomputed", "none": "nothing recomputed"}  # in ours
+VARIANTS = {  # of ours
+    "kept": "attention kept",
+    "gathered": "attention kept, weights gathered once",
+    "all": "all recomputed",
+    "none": "nothing recomputed",
+}
 PEER = "transformers, FSDP2, SDPA flash"
 PEERS = {"peer": PEER, "peer_default": "transformers, FSDP2, SDPA as torch chooses"}
 OPTIONS = ("rows", "variants", "repeats", "device", "kernels", "profile", "compile_peer")
@@ -83,7 +88,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--kernels", default="auto", choices=("auto", "off"), help="model.kernels of ours")
     parser.add_argument("--compile-peer", action="store_true", help="the peer's blocks by torch.compile")
-    parser.add_argument("--profile", action="store_true", help="also print what one step of ours runs on the GPU")
+    parser.add_argument("--profile", action="store_true", help="also print what one step of ours runs, on GPU and host")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -259,6 +264,7 @@ class Ours(Trained):
             compute_dtype=dtype,
             activation_checkpointing=variant != "none",
             recompute_attention=variant == "all",
+            reshard_after_forward=variant != "gathered",
             kernels=kernels,
         )
         self.policy = Policy.without_weights(settings, config, world, source=Path("."))
@@ -375,7 +381,10 @@ def stock_module(model: Any) -> Any:
 
 
 def profile(world: Any, step: Callable[[], object], most: int = 40) -> None:
-    """Kernels of one step by time, summed by name, on rank 0."""
+    """Kernels of one step by time, summed by name, and Python's functions of another, on rank 0."""
+    import cProfile
+    import pstats
+
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -393,10 +402,14 @@ def profile(world: Any, step: Callable[[], object], most: int = 40) -> None:
         for e in recorded.key_averages()
         if not on_device or e.device_type == torch.autograd.DeviceType.CUDA
     ]
+    host = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):  # the backward pass in this thread
+        host.runcall(step)
     if world.is_main:
         print(f"one step {wall:.1f} ms under the profiler, {sum(e[0] for e in entries) / 1e3:.1f} ms in what follows")
         for microseconds, count, name in sorted(entries, reverse=True)[:most]:
             print(f"{microseconds / 1e3:9.2f} ms {count:6} x  {name[:110]}", flush=True)
+        pstats.Stats(host).strip_dirs().sort_stats("tottime").print_stats(most)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,12 @@ CASES = {
     "one_sample": {"aggregation": "token_mean", "only": 1},
     "masked": {"aggregation": "token_mean", "mask_all_but": 3},
     "checkpointing": {"aggregation": "token_mean", "activation_checkpointing": True},
+    "kept_whole": {
+        "aggregation": "token_mean",
+        "reshard_after_forward": False,
+        "activation_checkpointing": True,
+        "max_tokens": 24,
+    },
     "replicated": {"aggregation": "token_mean", "shard_size": 1},
     "zero_advantage": {
         "aggregation": "token_mean",
@@ -152,6 +158,7 @@ def gradients(models: Path, case: dict, device: str = "cpu") -> tuple[dict[str, 
         path=str(models / case.get("model", "llama")),
         compute_dtype=case.get("compute_dtype", "float32"),
         activation_checkpointing=case.get("activation_checkpointing", False),
+        reshard_after_forward=case.get("reshard_after_forward", True),
         kernels=case.get("kernels", "off"),
     )
     policy = Policy.load(model, world)

@@ -14,6 +14,7 @@ import ranks
 import sglang_stand_in
 import tiny_run
 import torch
+from test_schedule_ranks import of_episodes
 
 ONE = {"parallel": {"rollout_ranks": 1}}
 SYNC: dict[str, Any] = {"checkpoint": {"every": 2, "hf_every": 4}}
@@ -103,11 +104,11 @@ def check_same_weights(folder: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs `sync` and `off` of one rank, which has its engine beside it."""
+    """Runs `sync`, `off` and `turns` of one rank, which has its engine beside it."""
     from lightrl.distributed.mesh import close_world
 
     folder = tmp_path_factory.mktemp("alone")
-    for name, overrides in (("sync", SYNC), ("off", OFF)):
+    for name, overrides in (("sync", SYNC), ("off", OFF), ("turns", of_episodes(OFF))):
         (folder / name).mkdir()
         noted_run(folder / name, overrides)
     close_world()
@@ -122,21 +123,23 @@ def prepared(folder: Path, *names: str) -> Path:
 
 
 def test_one_trains_and_one_generates(tmp_path: Path, alone: Path, run_distributed: Any) -> None:
-    prepared(tmp_path, "sync", "off", "async", "half")
-    jobs = [["sync", SYNC | ONE], ["off", OFF | ONE], ["async", ASYNC | ONE], ["half", SYNC | ONE, 3]]
+    prepared(tmp_path, "sync", "off", "turns", "async", "episodes", "half")
+    jobs = [["sync", SYNC | ONE], ["off", OFF | ONE], ["turns", of_episodes(OFF) | ONE], ["async", ASYNC | ONE]]
+    jobs += [["episodes", of_episodes(ASYNC) | ONE], ["half", SYNC | ONE, 3]]
     run_distributed(runs, 2, tmp_path, *map(json.dumps, jobs))
     # the same batches by the same weights: to the last bit
-    for name in ("sync", "off"):
+    for name in ("sync", "off", "turns"):
         assert rows_of(tmp_path / name) == rows_of(alone / name)
         check_same_weights(tmp_path / name, alone / name)
     ages = [row[0] - min(row[6]) for row in rows_of(tmp_path / "off")]
     assert max(ages) == 1
-    # every prompt in its order, and nothing older than allowed, though answers outlive their weights
-    rows = rows_of(tmp_path / "async")
-    assert [(row[1], row[3]) for row in rows] == [(group, i) for group in range(24) for i in range(4)]
-    ages = [row[0] - min(row[6]) for row in rows]
-    assert min(ages) >= 0
-    assert 0 < max(ages) <= 2
+    # every prompt in its order, and nothing older than allowed, though answers and episodes outlive their weights
+    for name in ("async", "episodes"):
+        rows = rows_of(tmp_path / name)
+        assert [(row[1], row[3]) for row in rows] == [(group, i) for group in range(24) for i in range(4)]
+        ages = [row[0] - min(row[6]) for row in rows]
+        assert min(ages) >= 0
+        assert 0 < max(ages) <= 2
     shares = tiny_run.metrics_of(tmp_path / "async", "engine/idle_share", "time/wait_for_rollouts")
     assert len(shares) == 6
     # stopped in its last step; three ranks go on where two were
@@ -227,17 +230,25 @@ def test_an_engine_over_two_ranks_is_lost_and_restarted_on_both(tmp_path: Path, 
 
 
 def endless(folder: str) -> None:
-    runs(folder, json.dumps(["a", ASYNC | ONE | {"run": {"steps": 10**6}, "checkpoint": {"every": 0}}]))
+    runs(
+        folder,
+        json.dumps(
+            ["a", ASYNC | ONE | {"run": {"steps": 10**6}, "checkpoint": {"every": 0}} | {"engine": {"hang_timeout": 4}}]
+        ),
+    )
 
 
 @pytest.mark.parametrize(
-    ("rank", "reason"),
+    ("number", "rank", "reason"),
     [
-        (0, "training rank 0 left the job: its own error says why"),
-        (1, "rank 1, which generates (parallel.rollout_ranks), left the job: its own error says why"),
+        (signal.SIGKILL, 0, "training rank 0 left the job: its own error says why"),
+        (signal.SIGKILL, 1, "rank 1, which generates (parallel.rollout_ranks), left the job: its own error says why"),
+        (signal.SIGSTOP, 1, "rank 1, which generates (parallel.rollout_ranks), gave no sign of life for "),
     ],
 )
-def test_a_rank_that_is_killed_ends_the_others_by_itself(tmp_path: Path, rank: int, reason: str) -> None:
+def test_a_rank_that_is_killed_or_stopped_ends_the_others(
+    tmp_path: Path, number: signal.Signals, rank: int, reason: str
+) -> None:
     prepared(tmp_path, "a")
     log, metrics = tmp_path / "log", tmp_path / "a" / "run" / "metrics.jsonl"
     with ranks.started_ranks(endless, 2, [str(tmp_path)], log, {}) as processes:
@@ -247,7 +258,36 @@ def test_a_rank_that_is_killed_ends_the_others_by_itself(tmp_path: Path, rank: i
             time.sleep(0.05)
         pid = processes[rank].pid
         assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         processes[1 - rank].join(60)
+        processes[rank].kill()
         assert processes[1 - rank].exitcode == 1, log.read_text()
     assert reason in log.read_text()
+
+
+def stopped_in_a_sync(folder: str) -> None:
+    """The rank that generates stands still where it is to take the first tensors of its third weights."""
+    from lightrl.sync import ranks as sync_ranks
+
+    send, count = sync_ranks.broadcast, 0
+
+    def stopping(group: Any, flat: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        if os.environ["RANK"] == "1" and count == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        send(group, flat)
+
+    sync_ranks.broadcast = stopping
+    endless(folder)
+
+
+def test_a_rank_that_stands_still_in_a_sync(tmp_path: Path) -> None:
+    """The other one waits in a broadcast by then."""
+    prepared(tmp_path, "a")
+    log = tmp_path / "log"
+    with ranks.started_ranks(stopped_in_a_sync, 2, [str(tmp_path)], log, {}) as processes:
+        processes[0].join(60)
+        processes[1].kill()
+        assert processes[0].exitcode == 1, log.read_text()
+    assert "gave no sign of life for " in log.read_text()

@@ -19,7 +19,7 @@ from test_resume import Clock, run_child
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # environments are there
 
-STEPS = 16
+STEPS = 12
 TICKS = {"answers": 1600, "episodes": 6000, "quick": 2400}  # of a run's clock: some three steps
 EPISODES = {"environment": "test_agent_schedules:Slow", "max_turns": 3}
 RUNS: dict[str, dict[str, Any]] = {
@@ -100,20 +100,45 @@ def killed_often(forks: Any, folder: Path, kind: str, sections: str, kills: int)
 def test_every_prompt_is_trained_on_once_whenever_it_is_killed(tmp_path: Path, forks: Any, kind: str) -> None:
     from test_agent_run import run_config
 
-    from lightrl.observe.dumps import read_samples
-
     sections = settings(kind, max_staleness=2)
     run_config(tmp_path, **json.loads(sections))  # writes the model
     killed_often(forks, tmp_path, kind, sections, kills=4)
-    order = order_of(tmp_path, sections)
+    check_samples(tmp_path, kind, sections)
+
+
+def train_as_one_of_two(folder: str, sections: str, tick: str, rank: str, found: str) -> None:
+    """Entry of ranks: one of them is killed, and with it the job."""
+    train(folder, sections, int(tick) if os.environ["RANK"] == rank else 0, found)
+
+
+def test_two_ranks_of_which_one_is_killed(tmp_path: Path, run_distributed: Any) -> None:
+    from test_agent_run import run_config
+
+    sections, found = settings("episodes", max_staleness=2), tmp_path / "found.json"
+    run_config(tmp_path, **json.loads(sections))
+    for rank, tick in ((1, 3000), (0, 2000)):
+        with pytest.raises(pytest.fail.Exception):
+            run_distributed(train_as_one_of_two, 2, tmp_path, sections, str(tick), str(rank), found, timeout=120)
+        assert json.loads(found.read_text())[1] > 0, "with groups under way"
+        found.unlink()
+    run_distributed(train_as_one_of_two, 2, tmp_path, sections, "0", "", found, timeout=120)
+    assert not found.exists()
+    check_samples(tmp_path, "episodes", sections)
+
+
+def check_samples(folder: Path, kind: str, sections: str) -> None:
+    """Each step has the groups of its numbers, each of them whole and once."""
+    from lightrl.observe.dumps import read_samples
+
+    order = order_of(folder, sections)
     numbers = [i for i, p in enumerate(order) if kind == "answers" or p % 3][: 3 * STEPS]
     for step in range(1, STEPS + 1):
-        rows = read_samples(tmp_path / "run", step)
+        rows = read_samples(folder / "run", step)
         mine = numbers[3 * (step - 1) : 3 * step]
         assert Counter(r["group"] for r in rows) == dict.fromkeys(mine, 2)
         assert all(r["prompt_index"] == order[r["group"]] for r in rows)
         assert all(0 <= step - 1 - min(r["policy_versions"]) <= 2 for r in rows)
-    metrics = tiny_run.metrics_of(tmp_path, "reward/mean")
+    metrics = tiny_run.metrics_of(folder, "reward/mean")
     assert [step for step, _ in metrics] == list(range(1, STEPS + 1))
 
 

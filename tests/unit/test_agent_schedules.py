@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from test_agent_run import Hints, _stock, run_config, train
 from test_endpoint_run import outside, outside_config
 from tiny_run import metrics_of
@@ -17,6 +20,7 @@ from lightrl.config.load import load_config
 from lightrl.distributed.mesh import close_world
 from lightrl.engine.base import Completion
 from lightrl.errors import UserError
+from lightrl.inspect import show
 from lightrl.observe.dumps import read_samples
 from lightrl.observe.metrics import Tally
 from lightrl.rollout.agent import sampler_of
@@ -25,6 +29,8 @@ from lightrl.rollout.endpoint import OutsideSession
 from lightrl.rollout.environment import Step, Turn
 from lightrl.rollout.episode import Conversation, Episode
 from lightrl.rollout.pausable import PausableEngine
+from lightrl.rollout.tools import ToolBox
+from lightrl.rollout.tools.parsers import Call
 from lightrl.sync.weights import sync_weights
 from lightrl.training.rollouts import check_staleness, versions_of
 from lightrl.training.trainer import Trainer
@@ -292,6 +298,51 @@ def test_environments_that_hang_keep_their_limits(trainer_for: Any) -> None:
     assert not any(s.tokens[s.prompt_length] % 2 for s in samples if s.status is not Status.FAILED)
 
 
+class Asks:
+    """Calls a tool that hangs, and goes on with what it is told."""
+
+    gives_reward = True
+
+    def __init__(self, tools: ToolBox) -> None:
+        self._tools = tools
+
+    def reset(self, prompt: Prompt) -> None:
+        return None
+
+    async def step(self, turn: Turn) -> Step:
+        called = await self._tools.call_all([Call(name="hang", arguments={"word": "a"})])
+        return Step(messages=[{"role": "user", "content": called[0].content[:4]}], calls=called, reward=1.0)
+
+
+def hang(word: str) -> str:
+    """Does not come back in time.
+
+    Args:
+        word: Anything.
+    """
+    time.sleep(1.0)
+    return word
+
+
+def test_tools_that_hang_keep_their_limits_and_their_episodes_go_on(trainer_for: Any, tmp_path: Path) -> None:
+    trainer = trainer_for(
+        environment="Asks",
+        rollout=ASYNC | {"max_staleness": 2, "prompts_per_step": 2, "group_size": 2},
+        run={"steps": 3},
+        correction=TIS,
+        agent={"tools": ["test_agent_schedules:hang"], "tool_timeout": 0.1, "max_turns": 2, "tool_role": "user"},
+    )
+    steps = trained(trainer)
+    trainer.train()
+    samples = [s for step in steps for g in step for s in g.samples]
+    assert len(samples) == 12
+    for sample in samples:
+        assert sample.status is not Status.FAILED
+        assert sample.metadata["tool_failures"] == {"timeout": sample.metadata["turns"]}
+    told = metrics_of(tmp_path, "agent/tool_failures_timeout")
+    assert sum(count for _, count in told) == sum(s.metadata["turns"] for s in samples)
+
+
 def test_episodes_that_were_ended_before_they_began_hold_up_no_round(trainer_for: Any) -> None:
     trainer = trainer_for(run={"steps": 1}, rollout={"schedule": "one_step_off"}, correction=TIS)
     sync_weights(trainer.policy, trainer.engine, 0)
@@ -344,6 +395,9 @@ def test_versions_of_a_conversation_by_hand(trainer_for: Any) -> None:
     sample = talk.to_sample(0, 0)
     assert (sample.policy_versions, sample.version_tokens) == ([3, 4, 6], [7, 1, 3])
     assert versions_of(sample) == [3] * 7 + [4] + [6] * 3
+    console = Console(record=True, width=100, file=io.StringIO())
+    show.one(1, sample, None, console)
+    assert "3 (7 tokens), 4 (1 tokens), 6 (3 tokens)" in console.export_text()
     assert sample.rollout_routing is not None
     assert sample.rollout_routing[:, 0, 0].tolist() == [1] * 4 + [2] * 8, "what older weights chose stays"
     branch.tell([], [20, 21])

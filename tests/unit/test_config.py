@@ -326,6 +326,10 @@ def test_keys_of_another_engine_are_told() -> None:
     for kind, told in mine.items():
         urls = {"urls": ["http://a:1"]} if kind == "sglang_server" else {}
         assert ", ".join(unused_by_engine(load_config(engine={"kind": kind} | urls | tuned, **rest))) == told
+    beside = rest | {"parallel": {"rollout_ranks": 1}}
+    assert unused_by_engine(load_config(engine=tuned, **beside)) == [
+        *("engine.memory_fraction", "engine.request_timeout", "sync.timeout")
+    ]
     assert problems(engine={"tensor_parallel": 2}) == [
         "engine.tensor_parallel: only SGLang splits an engine over ranks: set engine.kind = 'sglang'"
     ]

@@ -67,6 +67,7 @@ FULL = Config(
         compute_dtype="float32",
         activation_checkpointing=True,
         recompute_attention=True,
+        reshard_after_forward=False,
         kernels="off",
         reference_path="ref",
         trust_remote_code=True,

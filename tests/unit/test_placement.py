@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +37,7 @@ from lightrl.engine.remote.service import RolloutService, accept_all
 from lightrl.engine.sglang_requests import completion_of
 from lightrl.errors import LostError, UserError
 from lightrl.sync.broadcast import join_group
+from lightrl.training import rollout_ranks
 from lightrl.types import Status
 
 CPU = torch.device("cpu")
@@ -164,6 +167,7 @@ class LoadingEngine(FakeEngine):
 
     passes: Sequence[Any] = ()
     failing = ""
+    why_lost = "its log says why"
 
     def load_groups(self, groups: Any, version: int) -> None:
         self.passes = [[(name, t.clone()) for group in groups for name, t in group] for _ in range(2)]
@@ -292,6 +296,7 @@ def test_a_lost_engine_hands_over_what_it_had_and_is_started_anew_once() -> None
         assert not remote.lost
         asyncio.run(losing(remote))
         assert remote.lost
+        assert remote.why_lost == "its log says why"
         remote.restart()
         remote.restart()
         assert not remote.lost
@@ -328,3 +333,16 @@ def test_a_training_rank_that_does_not_come() -> None:
         accept_all(listener, 2, 0.3)
     channel.close()
     listener.close()
+
+
+def test_ranks_on_another_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set("lightrl/rollout_rank/0", json.dumps({"path": "/nowhere", "host": "node7"}))
+    monkeypatch.setattr(rollout_ranks, "job_store", lambda timeout: store)
+    config = Config(parallel=ParallelConfig(rollout_ranks=1, timeout=0.2))
+    with pytest.raises(UserError, match=r"parallel\.rollout_ranks: rank 1 is on node7, rank 0 on .*sglang_server"):
+        rollout_ranks.meet_rollout_ranks(config, World())  # type: ignore[arg-type]
+    config = Config(parallel=ParallelConfig(rollout_ranks=2, timeout=0.2))
+    store.set("lightrl/rollout_rank/0", json.dumps({"path": "/nowhere", "host": socket.gethostname()}))
+    with pytest.raises(UserError, match="rank 1 has no socket at /nowhere"):
+        rollout_ranks.meet_rollout_ranks(config, World())  # type: ignore[arg-type]

@@ -79,6 +79,8 @@ _USED_BY = {
     **dict.fromkeys(("sync.bucket_mib", "sync.verify_every"), ("sglang", "sglang_server")),
     **dict.fromkeys(("parallel.offload", "parallel.offload_host_gib"), _SGLANG),
 }
+_BY_RANKS = ("engine.hang_timeout", "sync.bucket_mib")
+"""With `parallel.rollout_ranks` used whatever the kind: by how ranks reach each other."""
 
 
 def unused_by_engine(config: Config) -> list[str]:
@@ -87,11 +89,11 @@ def unused_by_engine(config: Config) -> list[str]:
     They are told, not refused: each only tunes another kind of engine, and one file serves several kinds, with
     `--engine.kind` on the command line. Refused (`rules.of_engines`) is what would change what is computed, or where.
     """
-    default = type(config)()
+    default, used = type(config)(), _BY_RANKS if config.parallel.rollout_ranks else ()
     return [
         name
         for name, kinds in _USED_BY.items()
-        if config.engine.kind not in kinds and _value(config, name) != _value(default, name)
+        if not (config.engine.kind in kinds or name in used) and _value(config, name) != _value(default, name)
     ]
 
 

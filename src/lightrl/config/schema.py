@@ -83,6 +83,9 @@ class ModelConfig:
     recompute_attention: bool = False
     """With `activation_checkpointing`, compute attention a second time too, instead of keeping its outputs (on a GPU in
     bfloat16: tokens x heads x head size x 2 bytes a layer). Gradients are the same."""
+    reshard_after_forward: bool = True
+    """Give a block's gathered weights back after its forward and gather them again for its backward pass. `false`: keep
+    them until then, 2 bytes a weight on each rank, and one of three exchanges between ranks less."""
     kernels: Literal["auto", "off"] = "auto"
     """`auto`: known families on a GPU run on kernels of our own (norms, rotary positions, gated products, experts,
     gated delta layers, log-probs) and on the fastest attention that is installed; `off`: on torch and transformers

@@ -27,6 +27,7 @@ def shard(
     activation_checkpointing: bool = False,
     recompute_contexts: Callable[[nn.Module], Callable[..., Any] | None] = lambda block: None,
     expert_mesh: DeviceMesh | None = None,
+    reshard: bool = True,
 ) -> None:
     """Wrap `root` in place; `model` is the Hugging Face causal LM inside it.
 
@@ -34,7 +35,8 @@ def shard(
     root, so that the head's weight is whole inside the root's forward, where the loss is computed. Parameters stay
     float32; blocks compute in `compute_dtype`, but for modules that say `keeps_float32`, which become small groups of
     their own; gradients are summed (not averaged) in float32: loss weights already hold the global denominator.
-    `recompute_contexts` gives a block's `context_fn` for torch's checkpoint, or None.
+    `recompute_contexts` gives a block's `context_fn` for torch's checkpoint, or None. Without `reshard` blocks stay
+    whole from their forward to the end of their backward pass, or until `reshard_all`.
 
     Experts that are DTensors over the axis `ep` of `expert_mesh` get groups of their own, over its other axes.
     """
@@ -55,12 +57,12 @@ def shard(
             wrapped = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
             blocks.register_module(name, wrapped)
     if expert_mesh is not None:
-        _shard_experts(blocks, expert_mesh, policy)
+        _shard_experts(blocks, expert_mesh, policy, reshard)
     full = MixedPrecisionPolicy(cast_forward_inputs=False)
     for exempt in [m for m in model.modules() if _keeps_float32(m)]:
         fully_shard(exempt, mesh=fsdp_mesh, mp_policy=full)
     for block in blocks.children():
-        fully_shard(block, mesh=fsdp_mesh, mp_policy=policy)
+        fully_shard(block, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=reshard)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     if head is not None and head.weight is not embedding.weight:
         fully_shard(embedding, mesh=fsdp_mesh, mp_policy=policy)
@@ -73,7 +75,7 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _shard_experts(blocks: nn.ModuleList, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+def _shard_experts(blocks: nn.ModuleList, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool) -> None:
     """Groups for the experts of all blocks that are spread over `ep`."""
     if mesh["replicate"].size() > 1:
         fsdp_mesh = mesh["replicate", "efsdp"]
@@ -82,7 +84,10 @@ def _shard_experts(blocks: nn.ModuleList, mesh: DeviceMesh, policy: MixedPrecisi
     ranks = mesh["efsdp"].size()
     for module in blocks.modules():
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-            fully_shard(module, mesh=fsdp_mesh, mp_policy=policy, shard_placement_fn=lambda p: _expert_shard(p, ranks))
+            placed: Any = lambda p: _expert_shard(p, ranks)  # noqa: E731
+            fully_shard(
+                module, mesh=fsdp_mesh, mp_policy=policy, shard_placement_fn=placed, reshard_after_forward=reshard
+            )
 
 
 def _prefetch_forward(blocks: nn.ModuleList) -> None:

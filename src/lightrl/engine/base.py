@@ -157,6 +157,15 @@ class Restartable(Protocol):
 
 
 @runtime_checkable
+class TellsLoss(Protocol):
+    """A `Restartable` that knows why it was lost, also where nobody had asked it anything."""
+
+    @property
+    def why_lost(self) -> str:
+        """In one line; empty while it works."""
+
+
+@runtime_checkable
 class GroupLoader(Protocol):
     """An engine in another process, which takes weights a group at a time so that they need never all be whole."""
 

@@ -128,6 +128,12 @@ class SGLangEngine:
         """Whether this rank's engine process has died or hangs; False on ranks that hold none."""
         return self._host is not None and self._host.error is not None
 
+    @property
+    def why_lost(self) -> str:
+        """In one line; empty while it works."""
+        error = None if self._host is None else self._host.error
+        return "" if error is None else error.line
+
     def restart(self) -> None:
         """A new engine process in place of the old: without weights, its memory taken. All the group's ranks call it.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.distributed.mesh import World, deal
-from lightrl.engine.base import Engine, EngineLostError, Restartable
+from lightrl.engine.base import Engine, EngineLostError, Restartable, TellsLoss
 from lightrl.rollout.collect import Sampler, Work, run_async
 from lightrl.rollout.filters import Filter
 from lightrl.rollout.pausable import PausableEngine
@@ -207,7 +207,8 @@ class Collection:
         engine = self._engine
         while True:
             is_lost = self._lost or (isinstance(engine, Restartable) and engine.lost)
-            reasons: list[str | None] = self.world.gather(self._why if is_lost else None)
+            why = self._why or (engine.why_lost if isinstance(engine, TellsLoss) else "")
+            reasons: list[str | None] = self.world.gather(why if is_lost else None)
             lost = [why is not None for why in reasons]
             if not any(lost):
                 return

@@ -147,8 +147,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def leave(group: Any) -> None:
-    """Free the group in bounded time: what another process did to it must not keep this one."""
-    held = [group]
-    del group
-    wait([spawn(abandon, held, False)], _GOODBYE)
+def leave(group: Any, *, is_broken: bool) -> None:
+    """Free the group in bounded time. One that is broken, as another process is lost, is only aborted and kept: it may
+    wait in a broadcast that does not end."""
+    leaving = spawn(abandon, [group], is_broken)
+    if not is_broken:
+        wait([leaving], _GOODBYE)

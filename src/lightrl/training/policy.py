@@ -332,6 +332,7 @@ def sharded_root(
         compute_dtype=dtype,
         activation_checkpointing=config.activation_checkpointing and not frozen,
         recompute_contexts=partial(recompute.contexts, keep_attention=kernels and not config.recompute_attention),
+        reshard=config.reshard_after_forward or frozen,
         expert_mesh=world.expert_mesh,
     )
     module.to_empty(device=world.device)

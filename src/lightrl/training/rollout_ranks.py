@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,9 @@ from lightrl.sync.broadcast import join_group
 from lightrl.training import setup
 from lightrl.training.engines import HasLayout, build_engine, engine_seed
 from lightrl.training.policy import Policy
+
+if TYPE_CHECKING:
+    from lightrl.engine.remote.client import RolloutRank
 
 _BEATS = 15  # signs of life in `engine.hang_timeout`
 _KEY = "lightrl/rollout_rank/{}"
@@ -71,7 +74,7 @@ class _ServedPolicy:
 # ---- on the ranks that train
 
 
-def meet_rollout_ranks(config: Config, world: World) -> list[Any]:
+def meet_rollout_ranks(config: Config, world: World) -> list[RolloutRank]:
     """Connections to all ranks that generate; none without `parallel.rollout_ranks`. Every training rank calls it."""
     count = config.parallel.rollout_ranks
     if not count:
@@ -88,7 +91,13 @@ def meet_rollout_ranks(config: Config, world: World) -> list[Any]:
                 f"{socket.gethostname()}: training and rollout ranks share one machine; for engines on others set "
                 "engine.kind = 'sglang_server' and parallel.rollout_ranks = 0"
             )
-        channel = connect(place["path"])
+        try:
+            channel = connect(place["path"])
+        except OSError as error:  # machines, or containers, of one name
+            raise UserError(
+                f"parallel.rollout_ranks: rank {world.size + number} has no socket at {place['path']} ({error}): all "
+                "ranks share one machine and its folder for temporary files"
+            ) from None
         name = f"rank {world.size + number}, which generates (parallel.rollout_ranks),"
         ranks.append(RolloutRank(channel, name=name, hang_timeout=config.engine.hang_timeout, rank=world.rank))
     return ranks
@@ -104,7 +113,13 @@ def _placed(store: Any, number: int, job_rank: int, timeout: float) -> dict[str,
 
 
 def remote_engine(
-    config: Config, policy: Policy, world: World, ranks: Sequence[Any], context_length: int, *, return_routing: bool
+    config: Config,
+    policy: Policy,
+    world: World,
+    ranks: Sequence[RolloutRank],
+    context_length: int,
+    *,
+    return_routing: bool,
 ) -> Engine:
     """The engine of the training ranks, once all of `ranks` hold theirs. A collective."""
     from lightrl.engine.remote.client import RemoteEngine, RemoteGroupEngine

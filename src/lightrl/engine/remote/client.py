@@ -50,6 +50,7 @@ class RolloutRank:
     def __init__(self, channel: Channel, *, name: str, hang_timeout: float, rank: int) -> None:
         self.name = name
         self.is_lost_engine = False
+        self.why_lost = ""
         self.incarnation = 0
         self.num_passes = 0
         self.ready: Future[None] = Future()
@@ -89,6 +90,10 @@ class RolloutRank:
         """Raise what ended this rank."""
         if self._error is not None:
             raise unpack_error(self._error)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._error is not None
 
     def wait(self, future: Future[Any]) -> Any:
         """The result, or why it does not come."""
@@ -132,6 +137,7 @@ class RolloutRank:
             self.num_passes = message["number"]
         elif event in ("lost", "back"):
             self.incarnation, self.is_lost_engine = message["incarnation"], event == "lost"
+            self.why_lost = message["why"]
         elif event == "fatal":
             self._fail(message["error"])
 
@@ -194,7 +200,7 @@ class RemoteEngine:
         self._asking: tuple[asyncio.AbstractEventLoop, list[tuple[int, GenerateRequest, asyncio.Future[Any]]]] | None
         self._asking = None
         self._sender: Sender | None = None
-        self._closed = False
+        self._closed = self._is_broken = False
         self._together(lambda: self._meet(about, device, bucket_bytes, dtypes or {}))
         for rank in self._ranks:
             rank.wait(rank.ready)
@@ -328,7 +334,9 @@ class RemoteEngine:
 
     def _send(self, groups: Groups) -> None:
         if self._sender is not None:
+            self._is_broken = True  # up to its end
             self._sender.send(groups)
+            self._is_broken = False
 
     def _announce(self, contents: Contents | None) -> None:
         for rank in self._ranks:
@@ -361,6 +369,11 @@ class RemoteEngine:
         """Engines that are known to be lost."""
         return sum(engine[0].is_lost_engine for engine in self._engines)
 
+    @property
+    def why_lost(self) -> str:
+        """In one line, of one of them."""
+        return next((engine[0].why_lost for engine in self._engines if engine[0].is_lost_engine), "")
+
     def restart(self) -> None:
         """New engines in the place of those that are lost, on their own ranks. Once, whoever else asks for it."""
         waiting = [
@@ -381,7 +394,7 @@ class RemoteEngine:
         for rank in self._ranks:
             rank.close()
         if self._sender is not None:
-            leave(self._sender.group)
+            leave(self._sender.group, is_broken=self._is_broken or any(rank.is_lost for rank in self._ranks))
 
     # ---- the training ranks
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightrl.engine.base import Completion, Engine, EngineLostError, GroupLoader, Restartable
+from lightrl.engine.base import Completion, Engine, EngineLostError, GroupLoader, Restartable, TellsLoss
 from lightrl.engine.remote.channel import Channel, Listener
 from lightrl.engine.remote.messages import pack_completion, pack_error, unpack_request
 from lightrl.errors import LostError
@@ -81,7 +81,8 @@ class RolloutService:
                 await asyncio.wait([asyncio.wrap_future(closing)], timeout=_CLOSE)
             self._over.set()
             if self._receiver is not None:
-                await self._in_thread(leave, self._receiver.group)
+                is_broken = self._end.cancelled() or not self._end.done() or self._end.exception() is not None
+                await self._in_thread(partial(leave, self._receiver.group, is_broken=is_broken))
             for channel in self._channels.values():
                 channel.close()
 
@@ -246,7 +247,8 @@ class RolloutService:
         """Tell of an engine that is lost, once."""
         if isinstance(self._engine, Restartable) and self._engine.lost and not self._told_lost:
             self._told_lost = True
-            self._tell("lost", incarnation=self._incarnation)
+            why = self._engine.why_lost if isinstance(self._engine, TellsLoss) else ""
+            self._tell("lost", incarnation=self._incarnation, why=why)
 
     def _on_restart(self, rank: int, message: dict[str, Any]) -> None:
         """Once for all who ask for another engine than the `incarnation` that they found lost."""
@@ -266,7 +268,7 @@ class RolloutService:
             self._restart = None
         self._incarnation += 1
         self._told_lost, self._is_bare = False, True
-        self._tell("back", incarnation=self._incarnation)
+        self._tell("back", incarnation=self._incarnation, why="")
 
 
 def accept_all(listener: Listener, count: int, timeout: float) -> dict[int, Channel]:
