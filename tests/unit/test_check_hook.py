@@ -197,7 +197,7 @@ def test_hooks_that_fit_pass(kind: str, name: str) -> None:
         ("generate", "slow", "fit training", "not done after 0.5 s"),
         ("reward", "divides", "an empty response", "ZeroDivisionError"),
         ("reward", "text", "a right answer", "not a number"),
-        ("reward", "changes", "stays as it is", "changed sample.tokens"),
+        ("reward", "changes", "a right answer", "changed sample.tokens"),
         ("reward", "sleeps", "a right answer", "took longer than 0.5 s"),
         ("filter", "nothing", "rewards that differ", "return a bool"),
         ("filter", "first_two", "no sample that could be scored", "IndexError"),

@@ -334,6 +334,7 @@ def test_what_cannot_work_fails_before_the_model_loads(trainer_for, tmp_path, mo
     monkeypatch.setattr("lightrl.training.policy.Policy.load", lambda *_, **__: pytest.fail("the model was loaded"))
     monkeypatch.setattr("lightrl.training.value_model.ValueModel.load", lambda *_, **__: pytest.fail("it was loaded"))
     tiny_sft.make_model(tmp_path / "small", vocab_size=9)
+    tiny_sft.make_model(tmp_path / "short", max_position_embeddings=8)
     sets = [{"name": "x", "path": str(tmp_path / "data.jsonl"), "reward": "exact"}]
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("dpo", {"dpo": {"loss": "ipo", "label_smoothing": 0.1}}, r"dpo\.label_smoothing: not used by dpo\.loss"),
@@ -341,6 +342,7 @@ def test_what_cannot_work_fails_before_the_model_loads(trainer_for, tmp_path, mo
         ("dpo", {"dpo": {"loss": "simpo", "precompute_reference": True}}, r"dpo\.precompute_reference: .* has no ref"),
         ("dpo", {"dpo": {"reference_path": "./gone"}}, r"dpo\.reference_path: no such folder"),
         ("dpo", {"dpo": {"reference_path": str(tmp_path / "small")}}, r"dpo\.reference_path: .* has 9 tokens"),
+        ("dpo", {"dpo": {"reference_path": str(tmp_path / "short")}}, r"short reads 8 tokens, .* lower dpo\.max"),
         ("dpo", {"data": {"input_key": "question"}}, r"data\.input_key: lightrl dpo reads pairs: set dpo\.prompt_key"),
         ("rm", {"rm": {"chosen_key": "rejected"}}, r"rm\.rejected_key: .* name three different fields"),
         ("rm", {"data": {"overlong": "truncate"}}, r"data\.overlong: lightrl rm compares whole answers"),

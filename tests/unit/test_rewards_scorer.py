@@ -173,6 +173,55 @@ def test_batched(make: Callable[..., Scorer], returned: Any, rewards: list[float
     assert calls == [["a", "b", "c"]]
 
 
+def pops(sample: Sample) -> float:
+    sample.tokens.pop()
+    return 1.0
+
+
+def renumbers(sample: Sample) -> float:
+    sample.index = 7
+    return 1.0
+
+
+def masks(sample: Sample) -> float:
+    sample.loss_mask = [0]
+    raise KeyError("label")
+
+
+def forgets(sample: Sample) -> float:
+    sample.metadata = None  # type: ignore[assignment]
+    return 1.0
+
+
+def notes(sample: Sample) -> float:
+    sample.metadata["seen"] = True  # its own business, as `advantage` is
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (pops, "the function changed sample.tokens: return the reward, and leave the sample alone"),
+        (renumbers, "the function changed sample.index:"),
+        (masks, "KeyError: 'label'"),
+        (forgets, "the function changed sample.metadata:"),
+        (notes, None),
+    ],
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_function_that_changes_what_is_trained_fails_its_sample(
+    make: Callable[..., Scorer], function: Callable[[Sample], float], reason: str | None, batched: bool
+) -> None:
+    """Ids that lose one would be trained against another's log-probs. They are put back."""
+    scorer = make((lambda samples: [function(s) for s in samples]) if batched else function, batched=batched)
+    (scored,) = score(scorer, sample("a"))
+    assert scored.reward == (1.0 if reason is None else None)
+    first = scorer.take_stats().first_failure
+    assert (first is None) if reason is None else (reason in str(first))
+    fresh = sample("a")
+    assert (scored.tokens, scored.index, scored.loss_mask) == (fresh.tokens, fresh.index, fresh.loss_mask)
+
+
 def test_samples_that_generation_failed_are_left_alone(make: Callable[..., Scorer]) -> None:
     failed = sample("x")
     failed.status = Status.FAILED

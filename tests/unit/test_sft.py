@@ -14,6 +14,7 @@ import pytest
 import tiny_run
 import tiny_sft
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_sft import by_hand, rows_of, watched
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +25,7 @@ from lightrl.errors import UserError
 from lightrl.observe.report import write_report
 from lightrl.training.export_cli import export_run
 from lightrl.training.hooks import StepInfo
+from lightrl.training.loop import Fruitless
 from lightrl.training.sft import SFTTrainer
 from lightrl.training.trainer import Trainer
 from lightrl.wrappers import clean_name
@@ -106,6 +108,36 @@ def test_32_conversations_are_learnt_by_heart(trainer_for, tmp_path) -> None:
     losses = [loss for _, loss in tiny_run.metrics_of(tmp_path, "loss/total")]
     assert losses[0] > 3
     assert losses[-1] < 0.05
+
+
+@pytest.mark.parametrize(("steps", "ends"), [(3, 3), (30, 10), (1, None)])
+def test_a_run_that_learns_nothing_does_not_end_well(trainer_for, tmp_path, steps: int, ends: int | None) -> None:
+    """Weights that hold NaN: every update is skipped, and no checkpoint is left. A single step is only warned of."""
+    tiny_sft.make_model(tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    trainer = trainer_for(run={"steps": steps}, checkpoint={"every": 0})
+    if ends is None:
+        trainer.train()
+        return
+    with pytest.raises(UserError, match=rf"^step {ends}: loss and gradients were not finite in {ends} steps in a row"):
+        trainer.train()
+    assert not list((tmp_path / "run").glob("checkpoints/step_*"))
+
+
+def test_fruitless_steps_are_counted_in_a_row() -> None:
+    bad = {"loss/total": float("nan"), "optim/skipped_updates": 1.0}
+    found = Fruitless(7)
+    for step in range(8, 17):
+        found.check(step, 100, bad)
+    found.check(17, 100, {"loss/total": 0.5, "optim/skipped_updates": 0.0})
+    found.check(18, 100, {"loss/total": 0.5, "optim/skipped_updates": 2.0})  # some of a step's updates
+    found.check(19, 100, {})  # nothing was trained
+    for step in range(20, 29):
+        found.check(step, 28, bad)  # the end of a run that has learned before
+    with pytest.raises(UserError, match=r"^step 29: .* in 10 steps"):
+        found.check(29, 100, bad)
 
 
 def test_epochs_deal_every_conversation_as_often(trainer_for, tmp_path, capsys) -> None:

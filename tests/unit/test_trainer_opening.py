@@ -116,6 +116,15 @@ def test_a_reference_without_the_policys_tokens_is_refused(tmp_path):
     run = tiny_run.make_run(tmp_path, model={"reference_path": str(other)}, algorithm={"kl_coef": 0.1})
     with pytest.raises(UserError, match=r"model\.reference_path: .*other has 20 tokens, the policy 30"):
         Trainer(run)
+    short = tiny_run.make_model(tmp_path / "short", max_position_embeddings=8)
+    for changes in (
+        {"model": {"reference_path": str(short)}, "algorithm": {"kl_coef": 0.1}},
+        {"critic": {"path": str(short)}, "algorithm": {"advantage": "gae"}},
+    ):
+        with pytest.raises(
+            UserError, match=r"short reads 8 tokens, and samples have up to \d+: lower rollout\.max_resp"
+        ):
+            Trainer(tiny_run.make_run(tmp_path, **changes))
     close_world()
 
 

@@ -140,9 +140,9 @@ class RowReader:
             return messages
         if messages[-1]["role"] == "assistant" and not self.config.chat_template_kwargs.get("continue_final_message"):
             raise RowError(
-                f"{name} ends with an assistant message, which would give the answer away: leave it out (or, to have "
-                "it continued, set data.chat_template_kwargs = {continue_final_message = true, add_generation_prompt = "
-                "false})"
+                f"{name} ends with an assistant message, which would give the answer away: leave it out (lightrl sft "
+                "learns from it; to have it continued, set data.chat_template_kwargs = {continue_final_message = true, "
+                "add_generation_prompt = false})"
             )
         return messages
 

@@ -127,7 +127,7 @@ class PromptSource(Generic[T]):
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 f"data.path: the checkpoint was made with other rows ({state['num_prompts']}, now "
-                f"{len(self.prompts)}; their content, tokenizer, chat template and length limits count): restore them, "
+                f"{len(self.prompts)}; content, tokenizer, template, length limits and command count): restore them, "
                 "or start a new run.dir"
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])

@@ -122,6 +122,17 @@ class Engine(Protocol):
         """Free everything; idempotent."""
 
 
+class NotFiniteError(LostError):
+    """Logits of NaN or infinity: nothing can be drawn from them, and no new engine would change that."""
+
+    def __init__(self, request: str) -> None:
+        super().__init__(
+            f"the model gave logits that are not finite (request {request!r}): its weights hold NaN or infinities, or "
+            "overflow in compute precision. Look at model.path; after a step that went wrong, go on from an earlier "
+            "checkpoint with a lower optim.lr"
+        )
+
+
 class EngineLostError(LostError):
     """The engine died or hung in the middle of work; the message holds the end of its log.
 

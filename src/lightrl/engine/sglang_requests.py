@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightrl.engine.base import Completion, GenerateRequest, SamplingParams
+from lightrl.engine.base import Completion, GenerateRequest, NotFiniteError, SamplingParams
 from lightrl.engine.sglang_routing import routing_of
 from lightrl.models.routing import RoutingShape
 from lightrl.types import Status
@@ -77,7 +77,7 @@ def completion_of(
     `policy_version` is that of the weights where SGLang names none.
     """
     if output["matched"] == "NaN happened":
-        raise RuntimeError(f"the model gave logits that are not finite, for request {request.id!r}")
+        raise NotFiniteError(request.id)
     tokens, logprobs = output["tokens"], output["logprobs"]
     status = _STATUS.get(output["reason"])
     if status is None:

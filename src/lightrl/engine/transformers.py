@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from lightrl.engine.base import TAGS, Completion, GenerateRequest, check_tags
+from lightrl.engine.base import TAGS, Completion, GenerateRequest, NotFiniteError, check_tags
 from lightrl.engine.batch import Decode, Job, Row, Slots
 from lightrl.engine.hosted_model import HostedModel
 from lightrl.engine.kv_cache import KVCache, Segment, plan_spans
@@ -327,7 +327,7 @@ class TransformersEngine:
         slot_of = {id(row): slot for slot, row in enumerate(self._slots.rows) if row is not None}
         for row, token, logprob in zip(rows, drawn_ids, drawn_logprobs, strict=True):
             if logprob != logprob:
-                raise RuntimeError(f"the model gave logits that are not finite, for request {row.job.request.id!r}")
+                raise NotFiniteError(row.job.request.id)
             status = row.append(int(token), logprob, self.policy_version, self._decode_text)
             if status is not None:
                 self._slots.release(slot_of[id(row)])

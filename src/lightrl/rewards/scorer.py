@@ -17,7 +17,7 @@ from lightrl.rewards.box import last_box
 from lightrl.rewards.calls import Caller, in_thread, own_traceback
 from lightrl.rewards.pool import LimitError, WorkerError, WorkerPool
 from lightrl.rewards.registry import find_rule, function_of
-from lightrl.rewards.values import BadReward, list_of, reward_of
+from lightrl.rewards.values import BadReward, Guard, list_of, reward_of
 from lightrl.types import Prompt, Sample, Status
 
 _THINK, _END_THINK, _RESPONSE = "<think>", "</think>", "###Response"
@@ -193,11 +193,27 @@ class Scorer:
 
     async def _apply_custom(self, sample: Sample) -> list[Any]:
         assert self._custom is not None
-        return [await self._caller.call(self._custom, sample, self.config.timeout)]
+        guard = Guard(sample)
+        try:
+            value = await self._caller.call(self._custom, sample, self.config.timeout)
+        except BaseException:
+            guard.restore()
+            raise
+        guard.check()
+        return [value]
 
     async def _apply_batch(self, samples: list[Sample]) -> list[Any]:
         assert self._custom is not None
-        return list_of(await self._caller.call(self._custom, list(samples), self.config.timeout), len(samples))
+        guards = [Guard(sample) for sample in samples]
+        try:
+            values = list_of(await self._caller.call(self._custom, list(samples), self.config.timeout), len(samples))
+        except BaseException:
+            for guard in guards:
+                guard.restore()
+            raise
+        for guard in guards:
+            guard.check()
+        return values
 
     def _slot(self) -> asyncio.Semaphore:
         """`reward.concurrency` calls at once; each step may run on an event loop of its own."""

@@ -6,13 +6,46 @@ import contextlib
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightrl.types import Sample
 
 LARGEST = 1e18  # its square, summed over a group, is still a float32
 
 
 class BadReward(ValueError):
     """A reward function returned something that is not a reward."""
+
+
+class Guard:
+    """What training takes of a sample, as it was before a function of the user's saw it."""
+
+    _NAMES = ("tokens", "response_length", "loss_mask", "rollout_logprobs", "group_index", "index")
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+        found = {name: getattr(sample, name) for name in self._NAMES}
+        self._before = {name: list(v) if isinstance(v, list) else v for name, v in found.items()}
+
+    def restore(self) -> str | None:
+        """Put back what was changed; the name of the first such field."""
+        changed = [name for name, value in self._before.items() if _differs(value, getattr(self._sample, name))]
+        for name in changed:
+            setattr(self._sample, name, self._before[name])
+        if not isinstance(self._sample.metadata, dict):
+            self._sample.metadata = {}
+            changed.append("metadata")
+        return changed[0] if changed else None
+
+    def check(self) -> None:
+        """As `restore`; BadReward where there was something: a reward of another answer than is trained."""
+        if (name := self.restore()) is not None:
+            raise BadReward(f"the function changed sample.{name}: return the reward, and leave the sample alone")
+
+
+def _differs(before: Any, now: Any) -> bool:
+    return bool(now != before) if isinstance(before, list | int) and type(now) is type(before) else now is not before
 
 
 def reward_of(value: Any, key: str | None) -> tuple[float, dict[str, Any]]:

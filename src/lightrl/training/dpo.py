@@ -39,7 +39,10 @@ class DPOTrainer(OfflineTrainer[Pair]):
     def check_models(self) -> None:
         if (path := self.config.dpo.reference_path) is not None:
             needed = setup.num_tokens(self.hf_config, self.tokenizer)
-            setup.check_same_tokens(self.config, "dpo.reference_path", "reference", path, needed)
+            pairs = [self.rows[i] for i in range(len(self.rows))]
+            longest = max(len(side.tokens) for pair in pairs for side in (pair.chosen, pair.rejected))
+            key = "dpo.reference_path"
+            setup.check_reads(self.config, key, "reference", path, needed, longest, "dpo.max_tokens")
 
     def load_model(self) -> Policy:
         config, dpo = self.config, self.config.dpo

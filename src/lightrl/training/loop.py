@@ -5,6 +5,7 @@ A trainer holds a `Loop`, and is a `Trainable` to it: the loop says when, the tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from lightrl.config.schema import Config
 from lightrl.data import PromptSource
 from lightrl.distributed.mesh import World
+from lightrl.errors import UserError
 from lightrl.observe.console import Console
 from lightrl.training import run_folder
 from lightrl.training.checkpoint import Checkpointer, Others
@@ -81,6 +83,27 @@ class Trainable(Protocol):
         ...
 
 
+class Fruitless:
+    """Steps in a row that taught nothing, as loss and gradients were not finite: weights stay as they are, and so does
+    what makes them so. One is noise; a run of them would only cost its time, and end as if all were well."""
+
+    MOST = 10
+
+    def __init__(self, step: int) -> None:
+        self._last_good = self._began = step
+
+    def check(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """UserError after `MOST` of them, and at the end of a run of several that had no others."""
+        if not metrics.get("optim/skipped_updates") or math.isfinite(metrics.get("loss/total", 0.0)):
+            self._last_good = step
+        count = step - self._last_good
+        if count >= self.MOST or (1 < count == step - self._began and step == total):
+            raise UserError(
+                f"step {step}: loss and gradients were not finite in {count} steps in a row, so nothing is learned: "
+                "look at the weights of model.path, at a loss of your own, and at optim.lr"
+            )
+
+
 class Loop:
     """One run: `opening` while a trainer is built, `train`, `close`.
 
@@ -130,6 +153,7 @@ class Loop:
         every, checkpoint = self.config.eval.every, self.config.checkpoint
         self._resume(trainer)
         metrics: dict[str, float] = {}
+        fruitless = Fruitless(trainer.steps_done)
         with run_folder.open_trackers(self.run_dir, self.config, trainer.steps_done, self.world) as trackers:
             if trainer.steps_done == 0 and every and self.config.eval.at_start:
                 trackers.log(0, trainer.evaluate())
@@ -137,6 +161,7 @@ class Loop:
                 metrics = trainer.next_step()
                 step, total = trainer.steps_done, trainer.total_steps
                 self.console.step(step, total, metrics)
+                fruitless.check(step, total, metrics)
                 if every and (step % every == 0 or step == total):
                     metrics |= trainer.evaluate()
                 trackers.log(step, metrics)  # before the checkpoint: a resume drops lines of steps that it repeats

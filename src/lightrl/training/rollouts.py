@@ -116,7 +116,8 @@ class Rollouts:
     def _tell_restart(self, tell: Callable[[int, str], None], count: int, why: str) -> None:
         """`count` is of ranks that miss an engine: of those on ranks that generate, several may miss the same."""
         if self._config.parallel.rollout_ranks:
-            count = num_lost(self.engine)  # 0: another rank has restarted it meanwhile, and it lacks its weights
+            # the news may not have come to all; 0: it is restarted already, and lacks its weights
+            count = max(self._world.gather(num_lost(self.engine)))
         if count:
             tell(count, why)
 

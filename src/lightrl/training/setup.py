@@ -29,7 +29,7 @@ from lightrl.engine.base import SamplingParams
 from lightrl.errors import UserError
 from lightrl.keys import read_key
 from lightrl.models import load, lora
-from lightrl.models.context import longrope_notice
+from lightrl.models.context import context_length, longrope_notice
 from lightrl.models.registry import num_experts, stock_notice, unshared_rows
 from lightrl.models.value_head import load_value_config
 from lightrl.rollout import agent
@@ -156,14 +156,16 @@ def check_replay(config: CorrectionConfig, hf_config: Any, model: str) -> None:
         raise UserError(f"correction.routing_replay: {kind} has no experts that LightRL packs: set it to 'none'")
 
 
-def check_reference(config: Config, hf_config: Any, tokenizer: Any) -> None:
-    """UserError for a reference or a critic without the policy's tokens: it could say nothing of them."""
+def check_reference(config: Config, hf_config: Any, tokenizer: Any, prompts: Iterable[Prompt]) -> None:
+    """UserError for a reference or a critic that cannot read the policy's samples: it knows fewer tokens, or less of
+    them at once."""
     paths = [("model.reference_path", "reference", config.model.reference_path if config.algorithm.kl_coef else None)]
     paths.append(("critic.path", "critic", config.critic.path if config.algorithm.estimator.critic else None))
     needed = num_tokens(hf_config, tokenizer)
+    longest = max((len(p.tokens) for p in prompts), default=0) + config.rollout.max_response_tokens
     for key, what, path in paths:
         if path is not None:
-            check_same_tokens(config, key, what, path, needed)
+            check_reads(config, key, what, path, needed, longest, "rollout.max_response_tokens")
     if config.algorithm.estimator.critic:
         model = critic_model(config)
         folder = load.resolve_checkpoint(model.path, model.revision, weights=False, key="critic.path")
@@ -182,8 +184,9 @@ def num_tokens(hf_config: Any, tokenizer: Any) -> int:
     return min(int(hf_config.get_text_config().vocab_size), len(tokenizer))
 
 
-def check_same_tokens(config: Config, key: str, what: str, path: str, needed: int) -> None:
-    """UserError where the model at `path`, which `key` names, has fewer tokens than the policy."""
+def check_reads(config: Config, key: str, what: str, path: str, needed: int, longest: int, limited_by: str) -> None:
+    """UserError where the model at `path`, which `key` names, has fewer tokens than the `needed` ones of the policy, or
+    a context of fewer than the `longest` sample's, which the key `limited_by` limits."""
     folder = load.resolve_checkpoint(path, weights=False, key=key)
     theirs = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     size = int(theirs.get_text_config().vocab_size)
@@ -191,6 +194,12 @@ def check_same_tokens(config: Config, key: str, what: str, path: str, needed: in
         same = "an earlier checkpoint of the same model" if what == "reference" else "a model with its tokenizer"
         raise UserError(
             f"{key}: {path} has {size} tokens, the policy {needed}: a {what} has the policy's vocabulary; name {same}"
+        )
+    context = context_length(theirs)
+    if context is not None and context < longest:
+        raise UserError(
+            f"{key}: {path} reads {context} tokens, and samples have up to {longest}: lower {limited_by}, or name a "
+            f"{what} with a longer context"
         )
     check_parallel(config.parallel, theirs, f"{key} = {path}", needs_experts=False)
 

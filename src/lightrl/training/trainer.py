@@ -120,7 +120,7 @@ class Trainer:
         self.dumped = DumpedRollouts.open(config, int(hf_config.get_text_config().vocab_size))
         setup.check_vocabulary(self.prompts, self.tokenizer, hf_config)
         setup.check_stop_ids(config, hf_config)
-        setup.check_reference(config, hf_config, self.tokenizer)
+        setup.check_reference(config, hf_config, self.tokenizer, self.prompts)
         if self._has_teacher:
             check_teacher(config, hf_config, self.tokenizer, self.prompts)
         self.source = PromptSource(self.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
