@@ -13,9 +13,9 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from lightrl.config.schema import EngineConfig, SyncConfig
 from lightrl.engine import sglang_checks as checks
 from lightrl.engine.base import TAGS, Completion, GenerateRequest, check_tags
+from lightrl.engine.ranks import Ranks, on_all_ranks
 from lightrl.engine.sampling import check_request
 from lightrl.engine.sglang_answers import fields_of
 from lightrl.engine.sglang_http import PAUSES, RefusedError, Server, ServerError, UnreachableError
@@ -36,18 +37,6 @@ from lightrl.threads import spawn
 from lightrl.types import Status
 
 _ABORT = 10.0  # seconds for a request to abort another
-
-
-class Ranks(Protocol):
-    """The trainer's ranks (`distributed.mesh.World`)."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def gather(self, record: Any) -> list[Any]: ...
 
 
 class SGLangServers:
@@ -79,8 +68,8 @@ class SGLangServers:
         self._closed = False
         self._transport: Transport | None = None
         # Part of every weight version: a server that was restarted, or serves another run too, gives itself away.
-        self._token = str(self._together(lambda: uuid.uuid4().hex[:8])[0])
-        self._together(lambda: self._connect(device, folder))
+        self._token = str(on_all_ranks(self._ranks, lambda: uuid.uuid4().hex[:8])[0])
+        on_all_ranks(self._ranks, lambda: self._connect(device, folder))
 
     def _connect(self, device: torch.device, folder: Path) -> None:
         key = read_key(self._config.api_key_env, "engine.api_key_env")
@@ -267,7 +256,7 @@ class SGLangServers:
 
     def _pass(self, groups: Groups, label: str) -> None:
         left = iter(groups)
-        self._together(lambda: self._send(left, label), left)
+        on_all_ranks(self._ranks, lambda: self._send(left, label), left)
 
     def _send(self, groups: Groups, label: str) -> None:
         if self._transport is None:
@@ -290,9 +279,9 @@ class SGLangServers:
             if self._transport and (problem := checks.differing(self._servers, first, self._checksums())):
                 raise SyncError(problem)
 
-        if self._together(look)[0]:
+        if on_all_ranks(self._ranks, look)[0]:
             self._pass(groups, label)
-            self._together(compare)
+            on_all_ranks(self._ranks, compare)
 
     def _checksums(self) -> list[dict[str, str] | None]:
         """Of each server; nothing on other ranks than the first."""
@@ -320,7 +309,7 @@ class SGLangServers:
         check_tags(tags)
         if self._live:
             raise RuntimeError(f"{len(self._live)} requests are under way: await or abort them before offload")
-        self._together(lambda: None)
+        on_all_ranks(self._ranks, lambda: None)
 
     def onload(self, tags: tuple[str, ...] = TAGS) -> None:
         """Nothing: the servers never let go of their memory."""
@@ -334,28 +323,6 @@ class SGLangServers:
         self.abort()
         if self._transport is not None:
             self._transport.close()
-
-    # ---- the ranks
-
-    def _together(self, work: Callable[[], Any], rest: Iterable[Any] = ()) -> list[Any]:
-        """Results of `work` on all ranks. Where it failed on one, all raise: none may wait for it in a collective.
-
-        What it left of `rest` is gone through first: the other ranks gather weights with this one.
-        """
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as caught:
-            error = caught
-        for _ in rest:
-            pass
-        found = self._ranks.gather((result, None if error is None else (isinstance(error, UserError), str(error))))
-        if error is not None:
-            raise error
-        for _, failure in found:
-            if failure is not None:
-                raise (UserError if failure[0] else SyncError)(failure[1])
-        return [record for record, _ in found]
 
 
 def _nothing() -> Completion:

@@ -13,12 +13,13 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightrl.engine.base import TAGS, Completion, EngineLostError, GenerateRequest, check_tags
+from lightrl.engine.ranks import Ranks, on_all_ranks
 from lightrl.engine.remote.channel import Channel
 from lightrl.engine.remote.messages import pack_error, pack_request, unpack_completion, unpack_error
 from lightrl.errors import LostError
@@ -27,18 +28,6 @@ from lightrl.sync.ranks import Contents, Sender, leave
 from lightrl.threads import spawn
 
 _LOOK = 0.5  # seconds between looks whether a rank is lost
-
-
-class Ranks(Protocol):
-    """The training ranks (`distributed.mesh.World`)."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def gather(self, record: Any) -> list[Any]: ...
 
 
 class RolloutRank:
@@ -201,7 +190,7 @@ class RemoteEngine:
         self._asking = None
         self._sender: Sender | None = None
         self._closed = self._is_broken = False
-        self._together(lambda: self._meet(about, device, bucket_bytes, dtypes or {}))
+        on_all_ranks(self._world, lambda: self._meet(about, device, bucket_bytes, dtypes or {}))
         for rank in self._ranks:
             rank.wait(rank.ready)
 
@@ -305,10 +294,10 @@ class RemoteEngine:
         self._world.gather(None)  # nobody has anything under way
         loads: list[Future[Any]] = []
         number = 0
-        while self._together(partial(self._is_wanted, loads, number, version))[0]:
+        while on_all_ranks(self._world, partial(self._is_wanted, loads, number, version))[0]:
             number += 1
             walk = iter(groups)
-            self._together(partial(self._send, walk), walk)
+            on_all_ranks(self._world, partial(self._send, walk), walk)
         self.policy_version = version
 
     def _is_wanted(self, loads: list[Future[Any]], number: int, version: int) -> bool:
@@ -397,28 +386,6 @@ class RemoteEngine:
             rank.close()
         if self._sender is not None:
             leave(self._sender.group, is_broken=self._is_broken or any(rank.is_lost for rank in self._ranks))
-
-    # ---- the training ranks
-
-    def _together(self, work: Callable[[], Any], rest: Iterable[Any] = ()) -> list[Any]:
-        """Results of `work` on all training ranks. Where it failed on one, all raise the same kind of error.
-
-        What it left of `rest` is gone through first: the other ranks gather weights with this one.
-        """
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as caught:
-            error = caught
-        for _ in rest:
-            pass
-        found = self._world.gather((result, None if error is None else pack_error(error)))
-        if error is not None:
-            raise error
-        for _, failure in found:
-            if failure is not None:
-                raise unpack_error(failure)
-        return [record for record, _ in found]
 
 
 class RemoteGroupEngine(RemoteEngine):
