@@ -287,7 +287,7 @@ def keeper(dir):
 def save(dir, step):
     model = torch.nn.Linear(3, 3)
     torch.nn.init.constant_(model.weight, float(step))
-    keeper(dir).save(step, model=model, optimizer=None, extra={"step": step}, rng=False, metrics={})
+    keeper(dir).save(step, model=model, optimizer=None, extra={"step": step}, metrics={})
 
 
 def die_at(moment):

@@ -7,7 +7,6 @@ families whose names on disk differ from those in memory, which are gathered on 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
 from lightrl.errors import UserError
+from lightrl.files import fsync
 from lightrl.models import lora
 from lightrl.models.load import INDEX_FILE, PICKLED_SUFFIXES, persistent_tensors
 from lightrl.models.names import adapter_tensors, kept_names
@@ -309,15 +309,6 @@ def _publish(temporary: Path, out_dir: Path) -> None:
     else:
         temporary.rename(out_dir)
     fsync(out_dir.parent)
-
-
-def fsync(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _agree(error: Exception | None, device: torch.device) -> None:

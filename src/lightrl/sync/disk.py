@@ -6,7 +6,6 @@ Slow but undemanding: servers need no network way to the trainer's GPUs, only th
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lightrl.files import fsync
 from lightrl.sync.peers import Groups, Peer, SyncError, post_all
 
 _PREFIX = "weights_"
@@ -88,9 +88,9 @@ class DiskSync:
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
             shutil.copyfile(self._config, temporary / "config.json")
             for file_path in [*temporary.iterdir(), temporary]:
-                _flush(file_path)
+                fsync(file_path)
             temporary.rename(path)
-            _flush(path.parent)
+            fsync(path.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -110,11 +110,3 @@ class DiskSync:
                 shard[name] = stored
                 size += stored.nbytes
         yield shard
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightrl.config.schema import CheckpointConfig
 from lightrl.distributed.waiting import waiting
 from lightrl.errors import UserError
-from lightrl.models.export import fsync
+from lightrl.files import fsync
 from lightrl.models.load import persistent_tensors
 from lightrl.models.names import adapter_tensors
 from lightrl.training import random_state

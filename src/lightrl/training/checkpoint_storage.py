@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor, Replicate
 from torch.futures import Future
 
-from lightrl.models.export import fsync
+from lightrl.files import fsync
 from lightrl.models.load import read_slice
 from lightrl.models.shards import local_shard
 
