@@ -217,14 +217,14 @@ def some_rows(config: Any, lengths: Sequence[int] = (300, 724)) -> list[Any]:
 
 def gradients(trained: Any, tokens: Sequence[Any]) -> dict[str, Any]:
     """The first moments that a step leaves: gradients, clipped. On the host, in float32."""
-    from lightrl.training.adamw import local
+    from lightrl.models.shards import own_part
     from lightrl.wrappers import clean_name
 
     trained.fill()
     trained.optimizer.state.clear()
     trained.prepared(tokens)()
     named = {clean_name(n): p for n, p in trained.module.named_parameters()}
-    return {n: local(trained.optimizer.state[p]["exp_avg"]).float().cpu() for n, p in named.items()}
+    return {n: own_part(trained.optimizer.state[p]["exp_avg"]).float().cpu() for n, p in named.items()}
 
 
 def largest_error(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:

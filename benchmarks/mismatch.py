@@ -198,7 +198,7 @@ def make_trainer(settings: dict[str, Any]) -> Any:
 def start_engines(trainer: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """By setting: those that serve, and why the others do not."""
     from lightrl.config.schema import EngineConfig, SyncConfig
-    from lightrl.training import setup
+    from lightrl.training.engines import build_engine
 
     batch = settings["prompts"] * settings["samples"]
     base: dict[str, Any] = {"max_total_tokens": 2 * batch * (settings["tokens"] + 128)}  # they share the GPU
@@ -207,7 +207,7 @@ def start_engines(trainer: Any, settings: dict[str, Any]) -> tuple[dict[str, Any
     shared = {"kind": "sglang", "memory_fraction": settings.get("fraction", 0.5), "max_batch": batch}
 
     def start(name: str) -> Any:
-        return setup.build_engine(
+        return build_engine(
             EngineConfig(**shared, hang_timeout=60.0, args=base | SETTINGS[name]),  # some compile late
             trainer.policy,
             trainer.tokenizer,

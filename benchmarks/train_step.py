@@ -226,10 +226,10 @@ class Trained:
 
     def bytes(self) -> int:
         """What it holds between steps."""
-        from lightrl.training.adamw import local
+        from lightrl.models.shards import own_part
 
         states = [t for state in self.optimizer.state.values() for t in state.values()]
-        return sum(local(t).nbytes for t in [*self.module.parameters(), *self.module.buffers(), *states])
+        return sum(own_part(t).nbytes for t in [*self.module.parameters(), *self.module.buffers(), *states])
 
     def fill(self) -> None:
         """Random weights."""

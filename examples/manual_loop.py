@@ -24,6 +24,7 @@ from lightrl.training import setup
 from lightrl.training.advantage import Advantages, set_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
+from lightrl.training.engines import build_engine
 from lightrl.training.objective import Objective
 from lightrl.training.optim import build_optimizer, build_schedule
 from lightrl.training.packing import TrainSample
@@ -53,7 +54,7 @@ def main(config_path: str, steps: int | None = None) -> Policy:
     policy = Policy.load(config.model, world)  # FSDP2 shards, float32 masters
     optimizer = build_optimizer(policy.parameters(), config.optim)
     schedule = build_schedule(optimizer, config.optim, config.run.steps * algorithm.minibatches_per_step)
-    engine = setup.build_engine(config.engine, policy, tokenizer, context)
+    engine = build_engine(config.engine, policy, tokenizer, context)
 
     for step in range(config.run.steps if steps is None else steps):
         numbered = enumerate(source.next(rollout.prompts_per_step), start=step * rollout.prompts_per_step)

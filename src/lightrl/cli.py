@@ -127,11 +127,8 @@ def evaluate(
     """
     sleep_while_waiting()
     paths, overrides = _split(ctx.args)
-    if checkpoint is not None:
-        places.must_be_folder(checkpoint, "eval: --checkpoint")
-        if places.is_model(checkpoint):
-            overrides += [f"--model.path={checkpoint.absolute()}", "--run.resume=false"]
-    config = _load(paths, overrides, evaluate=True)
+    overrides += places.overrides_of(checkpoint, "eval")
+    config = _load(paths, overrides, "eval")
     with _placed(paths, overrides):
         ending.recorded(lambda: _evaluate(config, checkpoint))
 
@@ -151,11 +148,8 @@ def generate(
     """
     sleep_while_waiting()
     paths, overrides = _split(ctx.args)
-    if checkpoint is not None:
-        places.must_be_folder(checkpoint, "generate: --checkpoint")
-        if places.is_model(checkpoint):
-            overrides += [f"--model.path={checkpoint.absolute()}", "--run.resume=false"]
-    config = _load(paths, overrides, generate=True)
+    overrides += places.overrides_of(checkpoint, "generate")
+    config = _load(paths, overrides, "generate")
     with _placed(paths, overrides):
         ending.recorded(lambda: _generate(config, out, steps, checkpoint))
 
@@ -270,10 +264,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _load(
     paths: Sequence[str],
     overrides: Sequence[str],
-    *,
-    evaluate: bool = False,
     command: str = "train",
-    generate: bool = False,
 ) -> Config:
     """The config of a command that runs something, checked as far as can be without torch."""
     from lightrl import hooks
@@ -287,9 +278,7 @@ def _load(
             return hooks.fault(name, arguments=None) if ":" in name else None
         return registry.fault(name)
 
-    config = load_for_run(
-        paths, overrides, evaluate=evaluate, command=command, generate=generate, code_fault=code_fault
-    )
+    config = load_for_run(paths, overrides, command=command, code_fault=code_fault)
     if config.engine.kind == "sglang" and config.debug.rollouts is None:
         from lightrl.engine import sglang_arguments
 
@@ -341,7 +330,7 @@ def _train_offline(ctx: typer.Context, command: str) -> None:
     """`lightrl COMMAND`, of those that train on given rows."""
     sleep_while_waiting()
     paths, overrides = _split(ctx.args)
-    config = _load(paths, overrides, command=command)
+    config = _load(paths, overrides, command)
     with _placed(paths, overrides):
         ending.recorded(lambda: _offline(config, command))
 

@@ -17,8 +17,16 @@ def is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
+def overrides_of(checkpoint: Path | None, command: str) -> list[str]:
+    """What `--checkpoint` sets by itself: a Hugging Face folder is the model. UserError for what is no folder."""
+    if checkpoint is None:
+        return []
+    must_be_folder(checkpoint, f"{command}: --checkpoint")
+    return [f"--model.path={checkpoint.absolute()}", "--run.resume=false"] if is_model(checkpoint) else []
+
+
 def state_to_evaluate(config: Config, checkpoint: Path | None, command: str = "eval") -> Path | None:
-    """Checkpoint folder that `lightrl eval` loads; None for the model at `model.path` as it is."""
+    """Checkpoint folder that the command loads; None for the model at `model.path` as it is."""
     from lightrl.training.checkpoint import find_fault, latest
 
     if checkpoint is None:

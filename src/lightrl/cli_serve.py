@@ -34,11 +34,8 @@ def serve(
 
     sleep_while_waiting()
     paths, overrides = cli._split(ctx.args)
-    if checkpoint is not None:
-        cli_places.must_be_folder(checkpoint, "serve: --checkpoint")
-        if cli_places.is_model(checkpoint):
-            overrides += [f"--model.path={checkpoint.absolute()}", "--run.resume=false"]
-    config = cli._load(paths, overrides, command="serve", generate=True)
+    overrides += cli_places.overrides_of(checkpoint, "serve")
+    config = cli._load(paths, overrides, "serve")
     with cli._placed(paths, overrides), ending.told_when_stopped(lambda: "stopped"), ending.full_disk_told():
         from lightrl.distributed.mesh import close_world
         from lightrl.training.generating import check_out

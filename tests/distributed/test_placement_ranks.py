@@ -238,17 +238,7 @@ def endless(folder: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("number", "rank", "reason"),
-    [
-        (signal.SIGKILL, 0, "training rank 0 left the job: its own error says why"),
-        (signal.SIGKILL, 1, "rank 1, which generates (parallel.rollout_ranks), left the job: its own error says why"),
-        (signal.SIGSTOP, 1, "rank 1, which generates (parallel.rollout_ranks), gave no sign of life for "),
-    ],
-)
-def test_a_rank_that_is_killed_or_stopped_ends_the_others(
-    tmp_path: Path, number: signal.Signals, rank: int, reason: str
-) -> None:
+def test_a_training_rank_that_is_killed_ends_those_that_generate(tmp_path: Path) -> None:
     prepared(tmp_path, "a")
     log, metrics = tmp_path / "log", tmp_path / "a" / "run" / "metrics.jsonl"
     with ranks.started_ranks(endless, 2, [str(tmp_path)], log, {}) as processes:
@@ -256,38 +246,39 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_others(
         while not (metrics.exists() and metrics.read_text().count("\n") > 1):
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        pid = processes[rank].pid
-        assert pid is not None
-        os.kill(pid, number)
-        processes[1 - rank].join(60)
-        processes[rank].kill()
-        assert processes[1 - rank].exitcode == 1, log.read_text()
-    assert reason in log.read_text()
+        processes[0].kill()
+        processes[1].join(60)
+        assert processes[1].exitcode == 1, log.read_text()
+    assert "training rank 0 left the job: its own error says why" in log.read_text()
 
 
-def stopped_in_a_sync(folder: str) -> None:
-    """The rank that generates stands still where it is to take the first tensors of its third weights."""
+def struck_in_a_sync(folder: str, number: str) -> None:
+    """The rank that generates gets a signal where it is to take its third weights."""
     from lightrl.sync import ranks as sync_ranks
 
     send, count = sync_ranks.broadcast, 0
 
-    def stopping(group: Any, flat: torch.Tensor) -> None:
+    def striking(group: Any, flat: torch.Tensor) -> None:
         nonlocal count
         count += 1
         if os.environ["RANK"] == "1" and count == 3:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), int(number))
         send(group, flat)
 
-    sync_ranks.broadcast = stopping
+    sync_ranks.broadcast = striking
     endless(folder)
 
 
-def test_a_rank_that_stands_still_in_a_sync(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGKILL, "left the job: its own error says why"), (signal.SIGSTOP, "gave no sign of life for ")],
+)
+def test_a_rank_that_is_killed_or_stopped_in_a_sync(tmp_path: Path, number: signal.Signals, reason: str) -> None:
     """The other one waits in a broadcast by then."""
     prepared(tmp_path, "a")
     log = tmp_path / "log"
-    with ranks.started_ranks(stopped_in_a_sync, 2, [str(tmp_path)], log, {}) as processes:
+    with ranks.started_ranks(struck_in_a_sync, 2, [str(tmp_path), str(int(number))], log, {}) as processes:
         processes[0].join(60)
         processes[1].kill()
         assert processes[0].exitcode == 1, log.read_text()
-    assert "gave no sign of life for " in log.read_text()
+    assert reason in log.read_text()

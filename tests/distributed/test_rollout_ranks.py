@@ -32,9 +32,10 @@ def collected(case: dict, world) -> dict:
     from fake_engine import FakeEngine, FakeScorer
 
     from lightrl.engine.base import SamplingParams
-    from lightrl.rollout.collect import Sampler, sample_seed
+    from lightrl.rollout.collect import Sampler
     from lightrl.rollout.filters import nonzero_std
     from lightrl.rollout.ranks import Collection
+    from lightrl.rollout.seeds import sample_seed
     from lightrl.rollout.selection import Selection
     from lightrl.types import Prompt
 

@@ -349,5 +349,8 @@ def check_bad_requests(engine: Engine, vocab_size: int, context_length: int) -> 
     for bad, message in cases:
         with pytest.raises(ValueError, match=message):
             run(engine, [bad])
+    for change in (engine.offload, engine.onload):
+        with pytest.raises(ValueError, match="unknown tags"):
+            change(("weight",))
     ((completion,),) = run(engine, [request([3])])
     assert completion.tokens

@@ -224,7 +224,7 @@ def test_it_is_served(tmp_path: Path) -> None:
             assert status == 200
             messages += [answer["choices"][0]["message"], {"role": "user", "content": "more"}]
 
-    config = load_for_run([str(toml)], [], command="serve", generate=True)
+    config = load_for_run([str(toml)], [], command="serve")
     serve_while(config, use, record=tmp_path / "dump")
     (group,) = RolloutDump(tmp_path / "dump").groups(1)
     assert group.samples[0].metadata["turns"] == 2

@@ -446,7 +446,7 @@ def test_lightrl_serve_gives_servers_its_model_and_asks_them(tmp_path: Path, tra
     listener = serve(fake)
     flags = ["--run.device=cpu", f"--run.dir={tmp_path}/run", f"--model.path={tmp_path}/model", "--sync.timeout=30"]
     flags += ["--model.compute_dtype=float32", "--engine.kind=sglang_server", f"--sync.transport={transport}"]
-    config = load_for_run([], [*flags, f'--engine.urls=["{url_of(listener)}"]'], command="serve", generate=True)
+    config = load_for_run([], [*flags, f'--engine.urls=["{url_of(listener)}"]'], command="serve")
     body = {"model": "m", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 6}
     statuses: list[int] = []
 

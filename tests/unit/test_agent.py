@@ -13,9 +13,10 @@ from scripted import LengthScorer, ScriptedEngine, make_agent, make_prompt, play
 from lightrl.config.load import load_config
 from lightrl.engine.base import EngineLostError
 from lightrl.observe.metrics import agent_metrics
-from lightrl.rollout.collect import Work, run_async, sample_seed
+from lightrl.rollout.collect import Work, run_async
 from lightrl.rollout.environment import Step, Turn, results
 from lightrl.rollout.episode import Episode
+from lightrl.rollout.seeds import sample_seed
 from lightrl.training.advantage import Advantages, set_advantages
 from lightrl.types import Prompt, Status
 

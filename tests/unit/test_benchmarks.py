@@ -139,7 +139,7 @@ def test_train_step_and_its_peer_do_the_same(shape: str, variant: str, common: M
     import train_step
 
     from lightrl.distributed.mesh import init_world
-    from lightrl.training.adamw import local
+    from lightrl.models.shards import own_part
 
     config = train_step.model_config(shape)
     world = init_world("cpu")
@@ -154,7 +154,7 @@ def test_train_step_and_its_peer_do_the_same(shape: str, variant: str, common: M
         assert len(calls) == (1 if trained is ours and variant == "none" else 2)
         assert trained.bytes() > 3 * sum(p.numel() for p in trained.module.parameters()) * 4
         state = trained.optimizer.state
-        first_moments.append([local(state[p]["exp_avg"]) for p in trained.module.parameters()])
+        first_moments.append([own_part(state[p]["exp_avg"]) for p in trained.module.parameters()])
     for mine, theirs in zip(*first_moments, strict=True):
         assert theirs.any()
         torch.testing.assert_close(mine, theirs, atol=1e-7, rtol=1e-4)

@@ -367,9 +367,9 @@ def test_dump_of_random_text_and_numbers() -> None:
 
 
 def test_what_a_run_needs() -> None:
-    def check(*words: str, evaluate: bool = False) -> list[str]:
+    def check(*words: str, command: str = "train") -> list[str]:
         with pytest.raises(ConfigError) as caught:
-            load_for_run(["run.toml"], words, evaluate=evaluate)
+            load_for_run(["run.toml"], words, command=command)
         return caught.value.problems
 
     Path("run.toml").write_text('[data]\npath = ["here.jsonl@[0:5]",\n"gone.jsonl@[5:]", "org/hub", "./gone"]\n')
@@ -385,7 +385,7 @@ def test_what_a_run_needs() -> None:
         "--model.path: no such folder: ./gone",
         "--data.path: not set; name a prompt set (jsonl, parquet, folder or hub dataset)",
     ]
-    assert check("--model.path=org/hub", "--data.path=org/hub", evaluate=True) == [
+    assert check("--model.path=org/hub", "--data.path=org/hub", command="eval") == [
         "eval.sets: nothing to evaluate; add an [[eval.sets]] table with a name and a path"
     ]
     config = load_for_run(["run.toml"], ["--data.path", "here.jsonl", "--model.path", "org/hub"])

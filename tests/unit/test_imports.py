@@ -55,7 +55,7 @@ RULES = {
     "engine.remote": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_server": f"torch {SECTION} lightrl.engine lightrl.sync |",
     "engine.sglang_host": "lightrl.errors lightrl.engine.sglang_answers lightrl.engine.sglang_arguments "
-    "lightrl.engine.sglang_frames lightrl.engine.sglang_versions | sglang",
+    "lightrl.engine.frames lightrl.engine.sglang_versions | sglang",
     "engine.sglang_arguments": "lightrl.errors lightrl.engine.sglang_versions |",
     "engine.sglang_answers": "|",
     "engine.sglang_versions": "|",

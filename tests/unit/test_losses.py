@@ -185,6 +185,8 @@ PLAIN = {
         lambda a: plain_dppo(a, "kl", 0.01, 0.02, 20.0),
     ),
 }
+NEVER_CLIPPED = ("reinforce", "sapo", "sapo_steep", "cispo")
+"""Those of `PLAIN` that clip none of its tokens: without a bound, or with one that they do not reach."""
 AGGREGATIONS = [
     {"aggregation": "token_mean"},
     {"aggregation": "sequence_mean"},
@@ -217,7 +219,7 @@ def test_equals_the_plain_implementation(name: str, aggregation: dict[str, Any])
         expected.backward()
         assert float(total) == pytest.approx(float(expected.detach()), rel=1e-12)
         same_gradients(found, reference)
-        if name not in ("reinforce", "sapo", "sapo_steep", "cispo"):
+        if name not in NEVER_CLIPPED:
             assert 0 < tally.result()["policy/clip_fraction"] < 1  # the case tests both branches
 
 
@@ -298,6 +300,7 @@ def test_the_table_of_keys_is_that_of_the_functions():
     """The config, which knows no torch, has keys by name."""
     for name, loss in LOSSES.items():
         assert tuple(list(inspect.signature(loss_of(name)).parameters)[1:]) == loss.keys
+    assert {keys.get("loss", "ppo") for keys, _ in PLAIN.values()} == LOSSES.keys()  # each is tested
 
 
 def loss_of(name: str) -> Any:
@@ -429,8 +432,7 @@ BAD = {
     "a misspelt loss": ({"loss": "gpso"}, "algorithm.loss: no loss 'gpso': did you mean 'gspo'?"),
     "no loss at all": (
         {"loss": "x"},
-        "algorithm.loss: no loss 'x': choose ppo, gspo, cispo, sapo, reinforce, dppo_tv, dppo_kl or "
-        "package.module:function",
+        f"algorithm.loss: no loss 'x': choose {', '.join(LOSSES)} or package.module:function",
     ),
     "a key of another loss": (
         {"loss": "sapo", "clip_low": 0.1},

@@ -270,6 +270,10 @@ def test_labels_that_cannot_be_graded_against(rule: str, label: Any, metadata: d
         function_of(check)(Answer(response="", label=label, metadata=metadata))
 
 
+def test_the_table_has_every_rule() -> None:
+    assert {name.removeprefix(BOXED) for name, *_ in TABLE} == RULES.keys() - {"random", "none"}
+
+
 def test_the_labels_of_the_table_pass_their_checks() -> None:
     for name, _, label, _ in TABLE:
         check = RULES[name.removeprefix(BOXED)].check

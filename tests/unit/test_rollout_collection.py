@@ -11,9 +11,10 @@ from fake_engine import FakeEngine, FakeScorer
 
 from lightrl.distributed.mesh import World
 from lightrl.engine.base import EngineLostError, SamplingParams
-from lightrl.rollout.collect import Sampler, sample_seed
+from lightrl.rollout.collect import Sampler
 from lightrl.rollout.filters import nonzero_std
 from lightrl.rollout.ranks import Collection
+from lightrl.rollout.seeds import sample_seed
 from lightrl.rollout.selection import Selection, Verdict
 from lightrl.types import Prompt
 

@@ -122,7 +122,7 @@ def test_one_step_off_trains_each_step_on_samples_of_the_weights_before(trainer_
 
 
 def seed_of(trainer: Trainer, sample: Sample) -> int:
-    from lightrl.rollout.collect import sample_seed
+    from lightrl.rollout.seeds import sample_seed
 
     return sample_seed(trainer.config.run.seed, "train", sample.group_index, sample.index)
 

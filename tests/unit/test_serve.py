@@ -294,7 +294,7 @@ def test_the_newest_checkpoint_of_a_run_is_served_under_its_limits(tmp_path: Pat
         'max_response_tokens = 5\n[agent]\nenvironment = "outside"\nmax_turns = 2\n[endpoint]\n'
         f'function = "no_such_module:agent"\n[lora]\nrank = {rank}\n'
     )
-    config = load_for_run([str(toml)], [], command="serve", generate=True)
+    config = load_for_run([str(toml)], [], command="serve")
     found = []
 
     def use(url: str, key: str) -> None:
@@ -325,6 +325,15 @@ def main_status(words: list[str], status: int) -> None:
         (["--model.path", ".", "--agent.parser", "hermse"], "did you mean 'hermes'?"),
         (["--model.path", ".", "--checkpoint", "nowhere"], "serve: --checkpoint: nowhere: no such folder"),
         (["--model.path", ".", "--endpoint.prot=1"], "did you mean --endpoint.port?"),
+        (
+            [
+                "--model.path=.",
+                "--engine.kind=sglang_server",
+                '--engine.urls=["http://a:9"]',
+                "--engine.api_key_env=NONE",
+            ],
+            "engine.api_key_env: ",
+        ),
     ],
 )
 def test_mistakes_are_told_in_a_line(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from lightrl.engine.sglang import Model, SGLangEngine
 from lightrl.errors import UserError
 from lightrl.sync.buckets import BucketSender
 from lightrl.sync.mailbox import Mailbox, MailboxError, MailboxTimeoutError
-from lightrl.training import setup
+from lightrl.training.engines import engine_seed
 from lightrl.types import Status
 
 GROUPS = [[("a", torch.arange(300.0))], [("b", torch.ones(300))], [("c", torch.ones(300)), ("d", torch.ones(4))]]
@@ -245,7 +245,7 @@ def test_a_run_that_goes_on_does_not_draw_again_what_it_drew(tmp_path: Path) -> 
 
     def seed(run: int, *, resume: bool = True, number: int = 0, restarts: int = 0) -> int:
         config = RunConfig(dir=str(tmp_path), seed=run, resume=resume)
-        return sglang_start.stream_seed(setup.engine_seed(config), number, restarts)
+        return sglang_start.stream_seed(engine_seed(config), number, restarts)
 
     def seeds() -> dict[tuple[int, int, int], int]:
         return {(r, n, k): seed(r, number=n, restarts=k) for r in (0, 1, 2**64 - 1) for n in (0, 1) for k in (0, 1)}

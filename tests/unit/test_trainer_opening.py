@@ -16,7 +16,7 @@ from lightrl.training.trainer import Trainer
 
 
 def test_what_was_made_is_ended_where_a_later_part_cannot_be_made(tmp_path, monkeypatch):
-    from lightrl.training import setup
+    from lightrl.training import engines, setup
 
     ended = []
 
@@ -28,8 +28,8 @@ def test_what_was_made_is_ended_where_a_later_part_cannot_be_made(tmp_path, monk
     def fail(*_):
         raise RuntimeError("no")
 
-    built = setup.build_engine
-    monkeypatch.setattr(setup, "build_engine", build)
+    built = engines.build_engine
+    monkeypatch.setattr(engines, "build_engine", build)
     monkeypatch.setattr(setup, "warnings", fail)
     monkeypatch.setattr("lightrl.rewards.Scorer.close", lambda _: ended.append("scorer"))
     with pytest.raises(RuntimeError, match="no"):

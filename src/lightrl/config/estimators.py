@@ -46,9 +46,6 @@ ESTIMATORS = {
     "none": Estimator(function=f"{_HERE}:none", rewards=False),
 }
 
-OPTIONS = {"normalize_std": True, "gamma": 1.0, "gae_lambda": 1.0}
-"""Keys of `[algorithm]` that belong to some estimators only, with their defaults."""
-
 
 def estimator(name: str) -> Estimator:
     """The one of that name; any other name is that of a function of the user's own."""

@@ -50,17 +50,16 @@ def load_for_run(
     paths: Sequence[str | os.PathLike[str]],
     overrides: Sequence[str],
     *,
-    evaluate: bool = False,
     command: str = "train",
-    generate: bool = False,
     code_fault: Callable[[str, str], str | None] = lambda _key, _name: None,
 ) -> Config:
     """`load_config`, and what can be told before torch is imported: required keys are set, local files exist, and the
     run may have its folder. `code_fault(key, name)` says of each rule and function named why there is none, or None.
 
-    With `evaluate`, there also has to be a set to evaluate; for a `command` of its own, such as sft, its rules hold;
-    with `generate`, the run is not gone on with.
+    The rules are those of `lightrl COMMAND`: eval has to have a set to evaluate, sft needs what is of `[sft]`; eval,
+    generate and serve do not go on with the run.
     """
+    goes_on = command not in ("eval", "generate", "serve")
     config, sources = _load(paths, overrides, {}, command)
     if config is not None and not sources.broken:
         config = for_serving(config) if command == "serve" else config
@@ -68,20 +67,20 @@ def load_for_run(
             _add(sources, key, f"not set; {what}")
         for key, what in of_command(config, command):
             _add(sources, key, what)
-        if evaluate and not config.eval.sets:
+        if command == "eval" and not config.eval.sets:
             _add(sources, "eval.sets", "nothing to evaluate; add an [[eval.sets]] table with a name and a path")
         _check_files(config, sources)
         for path, name in code_in(config):
             key = next(part for part in reversed(path) if isinstance(part, str))
             if (fault := code_fault(key, name)) is not None:
                 _add(sources, path, fault)
-        if not (evaluate or generate) and not config.run.resume and holds_run(config.run.dir):
+        if goes_on and not config.run.resume and holds_run(config.run.dir):
             _add(sources, "run.dir", used_dir_fault(config.run.dir))
-        if not (evaluate or generate) and config.run.resume and (newest := newest_state(config.run.dir)) is not None:
+        if goes_on and config.run.resume and (newest := newest_state(config.run.dir)) is not None:
             other_order = order_fault(newest[1], seed=config.run.seed, shuffle=config.data.shuffle)
             if other_order is not None:
                 _add(sources, *other_order)
-        writes = config.log.save_samples or not evaluate
+        writes = config.log.save_samples or command != "eval"
         if writes and (fault := run_dir_fault(config.run.dir)) is not None:
             _add(sources, "run.dir", fault)
     return _checked(config, sources)

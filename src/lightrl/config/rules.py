@@ -12,7 +12,7 @@ import difflib
 import re
 from typing import TYPE_CHECKING
 
-from lightrl.config.estimators import ESTIMATORS, OPTIONS
+from lightrl.config.estimators import ESTIMATORS
 from lightrl.config.kinds import Faults
 from lightrl.config.losses import LOSSES
 
@@ -67,8 +67,9 @@ def of_advantages(config: Config) -> Faults:
         choices = ", ".join(map(repr, ESTIMATORS))
         text = f"no estimator {name!r}: " + (f"did you mean {near[0]!r}?" if near else f"choose one of {choices}")
         return [("algorithm.advantage", f"{text} (your own is 'package.module:function')")]
-    for key, default in OPTIONS.items():
-        if getattr(algorithm, key) != default and key not in chosen.keys:
+    default = type(algorithm)()
+    for key in dict.fromkeys(key for other in ESTIMATORS.values() for key in other.keys):
+        if getattr(algorithm, key) != getattr(default, key) and key not in chosen.keys:
             takers = " or ".join(repr(n) for n, other in ESTIMATORS.items() if key in other.keys)
             problems.append((f"algorithm.{key}", f"only used by algorithm.advantage = {takers}: drop it"))
     if algorithm.overlong_buffer is None and algorithm.overlong_penalty != 1.0:

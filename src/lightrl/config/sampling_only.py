@@ -14,8 +14,7 @@ from lightrl.config.teacher import TeacherConfig
 
 def for_evaluation(config: Config) -> Config:
     """Without what only updates need."""
-    rollout = replace(config.rollout, schedule="sync", max_staleness=None, partial="drop")
-    return replace(_without_updates(config), rollout=rollout)
+    return _without_updates(config)
 
 
 def for_generation(config: Config) -> Config:
@@ -25,8 +24,7 @@ def for_generation(config: Config) -> Config:
         score_centering_top_k=given.score_centering_top_k,
         routing_replay="rollout" if given.routing_replay == "rollout" else "none",
     )
-    rollout = replace(config.rollout, schedule="sync", max_staleness=None, partial="drop")  # one policy draws all
-    return replace(_without_updates(config), rollout=rollout, correction=correction, eval=EvalConfig())
+    return replace(_without_updates(config), correction=correction, eval=EvalConfig())
 
 
 def for_serving(config: Config) -> Config:
@@ -67,5 +65,6 @@ def _without_updates(config: Config) -> Config:
         critic=CriticConfig(),
         critic_optim=CriticOptimConfig(),
         evaluator=EvaluatorConfig(),
+        rollout=replace(config.rollout, schedule="sync", max_staleness=None, partial="drop"),  # one policy draws all
         debug=DebugConfig(),
     )

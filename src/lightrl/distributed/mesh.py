@@ -176,7 +176,7 @@ def init_world(
         raise UserError(f"parallel.context_parallel: {context_parallel} does not divide the {size} ranks of this run")
     here = pick_device(device, local_rank or 0)  # before anything else, as it may be refused
     if local_rank is not None:
-        _use(here)
+        use_device(here)
     limit = timedelta(seconds=timeout)
     if broadcasts_to_servers:
         match_nccl_of_servers()
@@ -193,7 +193,7 @@ def init_world(
     if local_rank is None:
         local_rank = _find_local_rank(rank, size, group) if part is None else _find_in_job(part, timeout)
         here = pick_device(device, local_rank)
-        _use(here)
+        use_device(here)
     mesh = init_device_mesh(here.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
     expert_mesh = context_group = None
     if expert_parallel > 1:
@@ -223,7 +223,8 @@ def _mesh(device: torch.device, axes: dict[str, int], timeout: timedelta) -> Dev
     return mesh
 
 
-def _use(device: torch.device) -> None:
+def use_device(device: torch.device) -> None:
+    """Make it this thread's own GPU: each thread starts with the first. Nothing for the CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

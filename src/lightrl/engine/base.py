@@ -12,6 +12,15 @@ from torch import Tensor
 from lightrl.errors import LostError, UserError
 from lightrl.types import Status
 
+TAGS = ("weights", "kv_cache")
+"""Kinds of memory that an engine releases and takes by name."""
+
+
+def check_tags(tags: Iterable[str]) -> None:
+    """ValueError for what is none of `TAGS`."""
+    if unknown := set(tags) - set(TAGS):
+        raise ValueError(f"unknown tags {sorted(unknown)}: known are {', '.join(TAGS)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -100,10 +109,13 @@ class Engine(Protocol):
     def flush_cache(self) -> None:
         """Forget cached prefixes; `load_weights` does so itself."""
 
-    def offload(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
-        """Release memory by tag; the engine is idle. Lent tensors are given back with `weights`."""
+    def offload(self, tags: tuple[str, ...] = TAGS) -> None:
+        """Release memory by tag; the engine is idle. Lent tensors are given back with `weights`.
 
-    def onload(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+        ValueError for an unknown tag, RuntimeError while requests are under way.
+        """
+
+    def onload(self, tags: tuple[str, ...] = TAGS) -> None:
         """Take memory again before generating."""
 
     def close(self) -> None:

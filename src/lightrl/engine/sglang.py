@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightrl.config.schema import EngineConfig, SyncConfig
 from lightrl.distributed.waiting import waiting
-from lightrl.engine.base import Completion, EngineLostError, EngineStartError, GenerateRequest
+from lightrl.engine.base import TAGS, Completion, EngineLostError, EngineStartError, GenerateRequest, check_tags
 from lightrl.engine.sampling import check_request
 from lightrl.engine.sglang_process import HostProcess
 from lightrl.engine.sglang_requests import Model, Stops, completion_of, sampling_parameters, stops_of
@@ -40,7 +40,6 @@ from lightrl.sync.mailbox import MailboxError, MailboxTimeoutError
 from lightrl.sync.shared import EMPTY_PAYLOAD
 from lightrl.types import Status
 
-_TAGS = ("weights", "kv_cache")
 _LOADERS = "lightrl.engine.sglang_receiver."
 
 
@@ -342,15 +341,15 @@ class SGLangEngine:
         if self._host is not None:
             self._host.call("flush")
 
-    def offload(self, tags: tuple[str, ...] = _TAGS) -> None:
+    def offload(self, tags: tuple[str, ...] = TAGS) -> None:
         """Release memory by tag; what is released already stays so. Every rank of the group calls it.
 
         A lost engine has none: the next call that needs the engine says that it is lost.
         """
-        _check_tags(tags)
+        check_tags(tags)
         if self._rids:
             raise RuntimeError(f"{len(self._rids)} requests are under way: await or abort them before offload")
-        for tag in (t for t in reversed(_TAGS) if t in tags and t not in self._released):
+        for tag in (t for t in reversed(TAGS) if t in tags and t not in self._released):
             before = self._free_memory()
             self._lead(partial(self._release, tag))  # the others' GPUs are free as well then
             self._room[tag] = max(self._room.get(tag, 0), self._free_memory() - before)
@@ -364,13 +363,13 @@ class SGLangEngine:
         """Bytes of this rank's GPU that `onload` of `tag` will take; 0 while they are taken."""
         return self._room[tag] if tag in self._released else 0
 
-    def onload(self, tags: tuple[str, ...] = _TAGS) -> None:
+    def onload(self, tags: tuple[str, ...] = TAGS) -> None:
         """Take released memory again. After `weights`, new ones must be loaded before generating.
 
         Of a lost engine the weights seem to be taken: loading them is what raises, once all ranks are through.
         """
-        _check_tags(tags)
-        new = [t for t in _TAGS if t in tags and t in self._released]
+        check_tags(tags)
+        new = [t for t in TAGS if t in tags and t in self._released]
         if not new:
             return
         self._barrier()  # the others have made room as well
@@ -452,8 +451,3 @@ class SGLangEngine:
         with waiting(self._group):
             dist.all_gather_object(payloads, payload, group=self._group)
         return payloads
-
-
-def _check_tags(tags: tuple[str, ...]) -> None:
-    if unknown := set(tags) - set(_TAGS):
-        raise ValueError(f"unknown tags {sorted(unknown)}: known are {', '.join(_TAGS)}")

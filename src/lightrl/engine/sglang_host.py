@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from lightrl.engine import sglang_frames as frames
+from lightrl.engine import frames
 from lightrl.engine import sglang_versions as versions
 from lightrl.engine.sglang_answers import fields_of
 from lightrl.engine.sglang_arguments import check_names

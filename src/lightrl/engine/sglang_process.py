@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from lightrl.engine import sglang_frames as frames
+from lightrl.engine import frames
 from lightrl.engine.base import EngineLostError
 from lightrl.errors import UserError
 

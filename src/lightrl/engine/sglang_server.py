@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightrl.config.schema import EngineConfig, SyncConfig, TeacherConfig
 from lightrl.engine import sglang_checks as checks
-from lightrl.engine.base import Completion, GenerateRequest
+from lightrl.engine.base import TAGS, Completion, GenerateRequest, check_tags
 from lightrl.engine.sampling import check_request
 from lightrl.engine.sglang_answers import fields_of
 from lightrl.engine.sglang_http import PAUSES, RefusedError, Server, ServerError, UnreachableError
@@ -324,14 +324,16 @@ class SGLangServers:
         if self._ranks.rank == 0:
             self._flush()
 
-    def offload(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+    def offload(self, tags: tuple[str, ...] = TAGS) -> None:
         """Wait until no rank has requests under way; memory stays with the servers. Every rank calls it."""
+        check_tags(tags)
         if self._live:
             raise RuntimeError(f"{len(self._live)} requests are under way: await or abort them before offload")
         self._together(lambda: None)
 
-    def onload(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+    def onload(self, tags: tuple[str, ...] = TAGS) -> None:
         """Nothing: the servers never let go of their memory."""
+        check_tags(tags)
 
     def close(self) -> None:
         """End what is under way and leave the servers, which go on; idempotent."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from lightrl.engine.base import Completion, GenerateRequest, NotFiniteError
+from lightrl.engine.base import TAGS, Completion, GenerateRequest, NotFiniteError, check_tags
 from lightrl.engine.batch import Decode, Job, Row, Slots
 from lightrl.engine.hosted_model import HostedModel
 from lightrl.engine.kv_cache import KVCache, Segment, plan_spans
@@ -25,8 +25,6 @@ from lightrl.engine.sampling import check_request, likeliest, sample
 from lightrl.models import lora
 from lightrl.models.routing import Recorder, routed
 from lightrl.types import Status
-
-_TAGS = ("weights", "kv_cache")
 
 
 class TransformersEngine:
@@ -357,9 +355,9 @@ class TransformersEngine:
         for job in self._jobs.values():
             job.forget_prompt()
 
-    def offload(self, tags: tuple[str, ...] = _TAGS) -> None:
+    def offload(self, tags: tuple[str, ...] = TAGS) -> None:
         """Release memory by tag. After `weights`, new ones must be loaded before generating."""
-        _check_tags(tags)
+        check_tags(tags)
         if self._jobs:
             raise RuntimeError(f"{len(self._jobs)} requests are under way: await or abort them before offload")
         if "weights" in tags:
@@ -371,20 +369,15 @@ class TransformersEngine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def onload(self, tags: tuple[str, ...] = _TAGS) -> None:
+    def onload(self, tags: tuple[str, ...] = TAGS) -> None:
         """Allow generating again; memory is taken when weights are loaded and when sequences need it."""
-        _check_tags(tags)
+        check_tags(tags)
         self._offloaded.difference_update(tags)
 
     def close(self) -> None:
         """Abort what runs and free everything; idempotent."""
         self.abort()
         self.offload()
-
-
-def _check_tags(tags: tuple[str, ...]) -> None:
-    if unknown := set(tags) - set(_TAGS):
-        raise ValueError(f"unknown tags {sorted(unknown)}: known are {', '.join(_TAGS)}")
 
 
 def _text_decoder(decode: Any) -> Decode | None:

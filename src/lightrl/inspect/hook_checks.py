@@ -357,6 +357,3 @@ def _short(error: BaseException) -> str:
     if isinstance(error, UserError):
         return " ".join(str(error).split())[:400].removeprefix("rollout.generate: made-up.jsonl:6: ")
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
-
-
-__all__ = ["KINDS", "Check", "Settings", "check_hook"]

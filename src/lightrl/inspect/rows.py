@@ -122,6 +122,3 @@ def _sample(record: dict[str, Any], where: str) -> Sample:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{where}: samples of another version of LightRL ({type(error).__name__}: {error})") from error
-
-
-__all__ = ["Source", "Wanted"]

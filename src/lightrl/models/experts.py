@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lightrl.kernels.moe import Activation, ExpertWeights, grouped_experts, has_kernels, swiglu
 from lightrl.models import expert_parallel
+from lightrl.models.shards import own_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,11 +71,11 @@ def spread(model: nn.Module, mesh: DeviceMesh) -> None:
 def experts_forward(experts: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
     """In the signature of transformers' experts functions: hidden [T, H], indices and weights [T, k] -> [T, H]."""
     parameters = ExpertWeights(
-        gate_up=_own(experts.gate_up_proj),
-        down=_own(experts.down_proj),
+        gate_up=own_part(experts.gate_up_proj),
+        down=own_part(experts.down_proj),
         transposed=experts.is_transposed,
-        gate_up_bias=_own(experts.gate_up_proj_bias) if experts.has_bias else None,
-        down_bias=_own(experts.down_proj_bias) if experts.has_bias else None,
+        gate_up_bias=own_part(experts.gate_up_proj_bias) if experts.has_bias else None,
+        down_bias=own_part(experts.down_proj_bias) if experts.has_bias else None,
     )
     activation = _activation(experts)
     if experts.group is None:
@@ -89,11 +89,6 @@ def _activation(experts: Any) -> Activation:
     stock = type(experts)._apply_gate.__module__ == "transformers.integrations.moe"  # else the family has its own
     is_swiglu = stock and experts.is_concatenated and experts.config.hidden_act in ("silu", "swish")
     return swiglu if is_swiglu and getattr(experts, "fuse", False) else experts._apply_gate
-
-
-def _own(parameter: Tensor) -> Tensor:
-    """This rank's experts."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 # ----- routers

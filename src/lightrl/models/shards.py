@@ -24,6 +24,11 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return local, tuple(chunk.offsets)
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory; gradients go through it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank. A collective. Where several axes of its mesh cut it, all parts have one size."""
     if not isinstance(tensor, DTensor):

@@ -270,6 +270,3 @@ def answer_of(sample: Sample, response: str, boxed: bool) -> Answer:
 def pool_size(concurrency: int) -> int:
     """Worker processes of a rank: more than a few are idle memory, for sympy takes milliseconds an answer."""
     return max(1, min(concurrency, (os.cpu_count() or 1) // 2, 4))
-
-
-__all__ = ["RewardFailure", "RewardStats", "Scorer", "WorkerError", "rule_name"]

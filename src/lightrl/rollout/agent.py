@@ -21,11 +21,12 @@ from lightrl.engine.base import EngineLostError
 from lightrl.errors import UserError
 from lightrl.rewards.calls import Caller
 from lightrl.rewards.values import checked
-from lightrl.rollout.collect import Sampler, Work, sample_seed
+from lightrl.rollout.collect import Sampler, Work
 from lightrl.rollout.conversation import ChatTemplate, TemplateError
 from lightrl.rollout.environment import Step, ToolEnvironment
 from lightrl.rollout.episode import Conversation, Episode, EpisodeOver, Limits, add_reward
 from lightrl.rollout.rounds import Rounds
+from lightrl.rollout.seeds import sample_seed
 from lightrl.rollout.tools import Parser, ToolBox, load_parser, load_tools
 from lightrl.types import Sample, Status
 

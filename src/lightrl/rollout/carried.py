@@ -136,6 +136,3 @@ def _look_at(task: asyncio.Task[None]) -> None:
     """The first error ends the run with its reason: asyncio need not complain of others that nobody asked for."""
     if not task.cancelled():
         task.exception()
-
-
-__all__ = ["CarriedCollection", "Carry"]

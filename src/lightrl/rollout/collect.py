@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from lightrl.engine.base import Completion, Engine, EngineLostError, GenerateRequest, SamplingParams
 from lightrl.rollout.hooked import Generate, GenerateTask, HookRun
-from lightrl.rollout.seeds import sample_seed as sample_seed
+from lightrl.rollout.seeds import sample_seed
 from lightrl.rollout.selection import Verdict
 from lightrl.types import Prompt, Sample, SampleGroup, Status
 

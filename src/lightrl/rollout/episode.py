@@ -14,7 +14,7 @@ import torch
 from lightrl.engine.base import Completion, EngineLostError, SamplingParams
 from lightrl.rewards.values import checked
 from lightrl.rollout.conversation import ChatTemplate, Message
-from lightrl.rollout.environment import Turn, results
+from lightrl.rollout.environment import Turn
 from lightrl.rollout.rounds import Ask, Rounds
 from lightrl.rollout.tools import Called, Parser, ToolBox
 from lightrl.types import Prompt, Sample, Status
@@ -339,6 +339,3 @@ def _checked(message: Any) -> Message:
     if not isinstance(content, str):
         raise ValueError(f"a message's content is text, not {content!r:.80}")
     return message | {"content": content.encode("utf-8", "replace").decode()}
-
-
-__all__ = ["Conversation", "Episode", "EpisodeOver", "Limits", "add_reward", "results"]

@@ -290,6 +290,3 @@ def _fault(sample: Sample, task: GenerateTask) -> str | None:
     except (BadReward, OverflowError) as error:
         return f"{error} (None: it is scored)"
     return None
-
-
-__all__ = ["Generate", "GenerateTask", "HookRun", "generate_fault", "load_generate", "samples_fault"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lightrl.engine.base import Completion, Engine, EngineLostError, GenerateRequest
+from lightrl.engine.base import TAGS, Completion, Engine, EngineLostError, GenerateRequest
 from lightrl.types import Status
 
 _AGAIN = 5.0  # seconds until what was not ended by an abort is aborted again
@@ -196,10 +196,10 @@ class PausableEngine:
     def flush_cache(self) -> None:
         self.inner.flush_cache()
 
-    def offload(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+    def offload(self, tags: tuple[str, ...] = TAGS) -> None:
         self.inner.offload(tags)
 
-    def onload(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+    def onload(self, tags: tuple[str, ...] = TAGS) -> None:
         self.inner.onload(tags)
 
     def close(self) -> None:

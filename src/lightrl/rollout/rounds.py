@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from dataclasses import dataclass, field
 
 from lightrl.engine.base import Completion, Engine, GenerateRequest, SamplingParams
@@ -132,8 +131,3 @@ class Rounds:
         finally:
             self._jobs.remove(job)
             self._look()
-
-    @property
-    def load(self) -> Counter[str]:
-        """How many wait, and how many are being sampled: for tests."""
-        return Counter(waiting=len(self._waiting), running=sum(len(job.asks) for job in self._jobs))

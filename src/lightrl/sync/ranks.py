@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import queue
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from lightrl.threads import spawn
 
 _ALIGNMENT = 256  # bytes, so that any dtype may be viewed
 _GOODBYE = 10.0  # seconds for leaving the group
+_LAST_WORDS = 2.0  # seconds in which the end of a rank is told
 _LOOK = 0.5  # seconds between looks at the other side
 Contents = list[tuple[str, list[int], str]]
 """Name, shape and dtype of each tensor of a bucket, in order. None stands for the end of a pass."""
@@ -137,8 +139,14 @@ def _grown(buffers: list[Tensor], number: int, size: int, device: torch.device) 
 
 
 def _finish(future: Future[Any], check: Callable[[], None]) -> Any:
+    """Its result. Where the connection fails, as a rank is gone, `check` gets a moment to say which."""
     while not wait([future], _LOOK).done:
         check()
+    if future.exception() is not None:
+        deadline = time.monotonic() + _LAST_WORDS
+        while time.monotonic() < deadline:
+            check()
+            time.sleep(0.05)
     return future.result()
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from lightrl.models.shards import own_part
 
 
 class ShardedAdamW(torch.optim.AdamW):
@@ -33,7 +34,7 @@ class ShardedAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *lists)  # torch's own, which makes the states
-            params, grads, averages, squares = ([local(t) for t in tensors] for tensors in lists[:4])
+            params, grads, averages, squares = ([own_part(t) for t in tensors] for tensors in lists[:4])
             largest, steps = lists[4:]
             if not params:
                 continue
@@ -58,8 +59,3 @@ class ShardedAdamW(torch.optim.AdamW):
             )
             if self.found_inf is not None:
                 torch._foreach_sub_(steps, [self.found_inf] * len(steps))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

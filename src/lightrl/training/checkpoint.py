@@ -97,7 +97,6 @@ class Checkpointer:
         optimizer: Optimizer | None,
         extra: dict[str, Any],
         others: Others | None = None,
-        rng: bool = True,
         metrics: Mapping[str, float] | None = None,
         generators: random_state.Generators | None = None,
     ) -> None:
@@ -111,9 +110,8 @@ class Checkpointer:
         tensors = _named_tensors(model, optimizer)
         for part, (other, its_optimizer) in (others or {}).items():
             tensors.update({f"{part}.{name}": t for name, t in _named_tensors(other, its_optimizer).items()})
-        if rng:
-            states = random_state.capture(generators)
-            tensors.update({f"rng.{self.rank}.{name}": state for name, state in states.items()})
+        states = random_state.capture(generators)
+        tensors.update({f"rng.{self.rank}.{name}": state for name, state in states.items()})
         pieces: dict[str, Piece] = {}
         for name, tensor in tensors.items():
             # RNG states belong to one rank alone.

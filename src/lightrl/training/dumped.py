@@ -151,6 +151,3 @@ def _fault(sample: Sample) -> str | None:
     if sample.reward is not None and not isinstance(sample.reward, float | int):
         return f"reward is {sample.reward!r}, not a number"
     return None
-
-
-__all__ = ["DumpedRollouts", "NoEngine", "without_engine"]

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrl.config.schema import OptimConfig
-from lightrl.training.adamw import ShardedAdamW, local
+from lightrl.models.shards import own_part
+from lightrl.training.adamw import ShardedAdamW
 
 _ROW = 4096  # elements whose squares are added up in float32
 
@@ -115,7 +116,7 @@ def _grad_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
 def _whole_square(grads: list[Tensor]) -> Tensor:
     """Over all ranks, of gradients on one mesh."""
     first = grads[0]
-    square = _square([local(g) for g in grads])
+    square = _square([own_part(g) for g in grads])
     if isinstance(first, DTensor):
         for axis, placement in enumerate(first.placements):
             if not placement.is_replicate():

@@ -14,10 +14,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-import torch
-
 from lightrl.config.schema import Config
-from lightrl.distributed.mesh import World
+from lightrl.distributed.mesh import World, use_device
 from lightrl.distributed.offload import TrainingState
 from lightrl.engine.base import Engine, EngineLostError, Restartable
 from lightrl.errors import UserError
@@ -28,7 +26,7 @@ from lightrl.rollout.collect import Sampler, run_async
 from lightrl.rollout.pausable import PausableEngine
 from lightrl.rollout.ranks import Collection
 from lightrl.sync.weights import release_engine, sync_weights
-from lightrl.training import setup
+from lightrl.training.engines import make_room
 from lightrl.training.policy import Policy
 from lightrl.training.rollout_ranks import num_lost
 from lightrl.types import Sample, SampleGroup
@@ -86,7 +84,7 @@ class Rollouts:
         """In place of one that was lost. The training state is still on the GPU where that was not while generating."""
         assert isinstance(self.engine, Restartable)
         if not self._config.parallel.rollout_ranks:
-            setup.make_room(self._config.engine, self._policy, self.state)
+            make_room(self._config.engine, self._policy, self.state)
         self.engine.restart()
 
     def forget(self) -> None:
@@ -118,7 +116,8 @@ class Rollouts:
     def _tell_restart(self, tell: Callable[[int, str], None], count: int, why: str) -> None:
         """`count` is of ranks that miss an engine: of those on ranks that generate, several may miss the same."""
         if self._config.parallel.rollout_ranks:
-            count = num_lost(self.engine)  # 0: another rank has restarted it meanwhile, and it lacks its weights
+            # the news may not have come to all; 0: it is restarted already, and lacks its weights
+            count = max(self._world.gather(num_lost(self.engine)))
         if count:
             tell(count, why)
 
@@ -144,7 +143,7 @@ class CarriedRollouts(Rollouts):
         self._waited, self._since = 0.0, time.perf_counter()
         self._carry = Carry()
         self._pausable = PausableEngine(engine)
-        self._background = Background(partial(_use, world.device))
+        self._background = Background(partial(use_device, world.device))
 
     @property
     def asked(self) -> PausableEngine:
@@ -272,9 +271,3 @@ def versions_of(sample: Sample) -> list[int]:
             "say how many each version gave, as task.sample does"
         )
     return [v for v, count in zip(sample.policy_versions, counts, strict=True) for _ in range(count)]
-
-
-def _use(device: torch.device) -> None:
-    """The present GPU is a thread's own."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

@@ -22,6 +22,7 @@ from lightrl.rollout.tools import ToolBox, load_parser
 from lightrl.sync.weights import sync_weights
 from lightrl.training import setup
 from lightrl.training.checkpoint import Checkpointer
+from lightrl.training.engines import build_engine
 from lightrl.training.policy import Policy
 from lightrl.training.probe import rollout_writer
 from lightrl.types import SampleGroup
@@ -37,6 +38,7 @@ def serve(
     With `[agent]` conversations have the limits of the run; without, that of the model's context. Each session that
     ended is written to the dump `record`. `say` is told where to ask. EngineLostError where the engine dies.
     """
+    setup.check_engine(config.engine)
     world = setup.join_world(config)
     if world.size > 1:
         raise UserError("lightrl serve runs in one process: start it without torchrun")
@@ -127,11 +129,6 @@ def _engine(
     config: Config, world: World, tokenizer: object, context_length: int, checkpoint: Path | None, held: ExitStack
 ) -> Engine:
     """With the weights in it, ready to generate. What must be closed is `held`."""
-    if config.engine.kind == "sglang":
-        from lightrl.engine import sglang_arguments
-
-        sglang_arguments.check_installed()
-        sglang_arguments.check(config.engine.args)
     version, run_dir = 0, Path(config.run.dir).expanduser()
     if checkpoint is None:
         policy = Policy.load(config.model, world, frozen=True)
@@ -141,7 +138,7 @@ def _engine(
         version = int(folder.load(checkpoint, policy.module, None, rng=False)["policy_version"])
     state = setup.training_state(config.parallel, policy, None, None)
     held.callback(end, state.close)
-    engine = setup.build_engine(
+    engine = build_engine(
         config.engine,
         policy,
         tokenizer,

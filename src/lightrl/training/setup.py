@@ -17,6 +17,7 @@ from lightrl.config.rundir import run_dir_fault
 from lightrl.config.schema import (
     Config,
     CorrectionConfig,
+    EngineConfig,
     ModelConfig,
     ParallelConfig,
     RewardConfig,
@@ -33,9 +34,6 @@ from lightrl.models.value_head import load_value_config
 from lightrl.rollout import agent
 from lightrl.rollout.agent import Agent
 from lightrl.training.critic import Critic, critic_model
-from lightrl.training.engines import build_engine as build_engine
-from lightrl.training.engines import engine_seed as engine_seed
-from lightrl.training.engines import make_room as make_room
 from lightrl.training.policy import AdaptersOff, Policy
 from lightrl.training.value_model import ValueModel
 from lightrl.types import Prompt
@@ -69,15 +67,20 @@ def check(config: Config) -> None:
         problems.append(("log.trackers", "wandb is not installed: pip install wandb, or take 'wandb' out"))
     if problems:
         raise UserError("; ".join(f"{key}: {text}" for key, text in problems))
-    if config.engine.kind == "sglang":
+    check_engine(config.engine)
+
+
+def check_engine(config: EngineConfig) -> None:
+    """UserError for an engine that cannot be had here, as far as can be told without a model."""
+    if config.kind == "sglang":
         from lightrl.engine import sglang_arguments
 
         sglang_arguments.check_installed()
-        sglang_arguments.check(config.engine.args)
-    if config.engine.kind == "sglang_server":
+        sglang_arguments.check(config.args)
+    if config.kind == "sglang_server":
         from lightrl.engine.sglang_server import read_key
 
-        read_key(config.engine)
+        read_key(config)
 
 
 def join_world(config: Config) -> World:

@@ -32,7 +32,7 @@ from lightrl.rewards import Scorer, check_labels
 from lightrl.rollout.agent import sampler_of
 from lightrl.rollout.collect import Sampler, apply_truncation
 from lightrl.rollout.selection import Selection
-from lightrl.training import replay, run_folder, setup
+from lightrl.training import engines, replay, run_folder, setup
 from lightrl.training.advantage import Advantages, finish_advantages, overlong_metrics, set_advantages
 from lightrl.training.balance import CostModel
 from lightrl.training.batch import build_minibatches
@@ -171,7 +171,7 @@ class Trainer:
         if self.rollout_ranks:
             ranks, context = self.rollout_ranks, self.context_length
             return remote_engine(config, self.policy, self.world, ranks, context, return_routing=routing)
-        return setup.build_engine(
+        return engines.build_engine(
             config.engine,
             self.policy,
             self.tokenizer,
@@ -180,7 +180,7 @@ class Trainer:
             sync=config.sync,
             world=self.world,
             run_dir=self.run_dir,
-            seed=setup.engine_seed(config.run),
+            seed=engines.engine_seed(config.run),
             state=state,
             return_routing=routing,
             idle=self.dumped is not None,

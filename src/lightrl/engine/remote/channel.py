@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightrl.engine import sglang_frames as frames
+from lightrl.engine import frames
 
 
 class Channel:

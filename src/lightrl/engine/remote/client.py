@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightrl.engine.base import Completion, EngineLostError, GenerateRequest
+from lightrl.engine.base import TAGS, Completion, EngineLostError, GenerateRequest, check_tags
 from lightrl.engine.remote.channel import Channel
 from lightrl.engine.remote.messages import pack_error, pack_request, unpack_completion, unpack_error
 from lightrl.errors import LostError
@@ -349,13 +349,15 @@ class RemoteEngine:
 
     # ---- memory is the engines' own
 
-    def offload(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+    def offload(self, tags: tuple[str, ...] = TAGS) -> None:
         """Nothing is released, but nothing of this rank may be under way."""
+        check_tags(tags)
         if self._live:
             raise RuntimeError(f"{len(self._live)} requests are under way: await or abort them before offload")
 
-    def onload(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+    def onload(self, tags: tuple[str, ...] = TAGS) -> None:
         """Nothing: the engines never let go of their memory."""
+        check_tags(tags)
 
     # ---- losses
 

@@ -66,9 +66,9 @@ def pack_error(error: BaseException) -> dict[str, Any]:
     return {"kind": kind, "text": text, "finished": finished}
 
 
-def unpack_error(fields: dict[str, Any], prefix: str = "") -> Exception:
+def unpack_error(fields: dict[str, Any]) -> Exception:
     """The error that was told, as one of the same kind."""
-    text = f"{prefix}{fields['text']}"
+    text = fields["text"]
     if fields["kind"] == "engine_lost":
         finished = {int(place): unpack_completion(found) for place, found in fields["finished"].items()}
         return EngineLostError(text, finished)

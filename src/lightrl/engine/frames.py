@@ -1,4 +1,4 @@
-"""Messages between the trainer and its engine's host process: JSON with a length in front, over a socket pair."""
+"""Messages between two processes of a job, over a socket: JSON with its length, 8 bytes, in front."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _LENGTH = struct.Struct(">Q")
 
 
 def encode(message: dict[str, Any]) -> bytes:
+    """The bytes to send."""
     data = json.dumps(message, separators=(",", ":")).encode()
     return _LENGTH.pack(len(data)) + data
 
