@@ -217,8 +217,8 @@ class ConversationEncoder:
         mask = list(found["assistant_masks"])
         if list(found["input_ids"]) != encoded.ids or not any(mask):
             raise TurnError(
-                "the chat template has {% generation %} marks, but no token lies between them: correct it, or the empty "
-                "answer"
+                "the chat template has {% generation %} marks, but no token lies between them: correct it, or the "
+                "empty answer"
             )
         for position in [i for i in range(1, len(mask)) if mask[i - 1] and not mask[i]]:
             if encoded.ids[position - 1] not in self.ends:
