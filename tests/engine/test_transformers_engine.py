@@ -10,7 +10,7 @@ import contract
 import pytest
 import torch
 from tiny_models import CONFIGS, CONTEXT, EOS, OTHERS, SMALL, VOCAB, make_engine, stock
-from transformers import MambaConfig, MiniMaxConfig, PretrainedConfig, T5Config
+from transformers import FalconConfig, MambaConfig, MiniMaxConfig, PretrainedConfig, T5Config
 
 from lightrl.engine.base import Completion, Engine, GenerateRequest, NotFiniteError, SamplingParams
 from lightrl.engine.hosted_model import HostedModel
@@ -183,6 +183,7 @@ def test_bfloat16_copy_follows_the_stock_model() -> None:
         (lambda: MiniMaxConfig(**SMALL, head_dim=16), "'minimax'.*linear_attention"),
         (lambda: MambaConfig(hidden_size=32, num_hidden_layers=1), "'mamba'"),
         (lambda: T5Config(), "'t5'.*encoder-decoder"),
+        (lambda: FalconConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4), "'falcon': it has a table"),
     ],
 )
 def test_models_with_other_state_are_refused(config: Callable[[], PretrainedConfig], message: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from lora_values import set_values
 from safetensors.torch import load_file
 from test_packed_models import TEMPERATURE, samples, tiny_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig
 
 pytest.importorskip("peft")
 
@@ -417,6 +417,10 @@ def test_refused_before_weights_are_read(tmp_path, world, monkeypatch):
     ):
         with pytest.raises(UserError, match=said):
             loaded(tmp_path / "model", world, target_modules=targets)
+    mamba = MambaConfig(vocab_size=30, hidden_size=32, num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(mamba).save_pretrained(tmp_path / "mamba")
+    with pytest.raises(UserError, match=r"lora\.target_modules: .* incompatible with Mamba"):
+        loaded(tmp_path / "mamba", world, target_modules=["out_proj"])
     rank = r"lora\.rank: {} is low for none of the layers: the largest, model\.layers\.0\.{}, is {}, and its updates"
     for targets, most, (layer, shape) in (
         ("all-linear", 32, (r"mlp\.down_proj", "32 x 64")),

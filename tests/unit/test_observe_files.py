@@ -81,12 +81,13 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
     for resume_step, steps in ((None, range(1, 6)), (3, range(4, 6))):
         tracker = TensorBoardTracker(tmp_path, resume_step)
         for step in steps:
-            tracker.log(step, {"reward/mean": step + (0.5 if resume_step else 0.0)})
+            tracker.log(step, {"reward/mean": step + (0.5 if resume_step else 0.0), "reward/parts/\ud83d": 1.0})
         tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     points = [(e.step, e.value) for e in events.Scalars("reward/mean")]
     assert points == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.5), (5, 5.5)]
+    assert "reward/parts/?" in events.Tags()["scalars"]  # half a character, which no event file takes
 
 
 class FakeWandb(SimpleNamespace):

@@ -216,7 +216,10 @@ class ConversationEncoder:
             raise TurnError(f"the chat template failed: {one_line(error)}") from error
         mask = list(found["assistant_masks"])
         if list(found["input_ids"]) != encoded.ids or not any(mask):
-            raise TurnError("the chat template has {% generation %} marks, but no token lies between them: correct it")
+            raise TurnError(
+                "the chat template has {% generation %} marks, but no token lies between them: correct it, or the "
+                "empty answer"
+            )
         for position in [i for i in range(1, len(mask)) if mask[i - 1] and not mask[i]]:
             if encoded.ids[position - 1] not in self.ends:
                 self._close(mask, encoded, text, position)

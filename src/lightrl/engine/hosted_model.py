@@ -145,6 +145,10 @@ def _build(config: PretrainedConfig, device: torch.device, dtype: torch.dtype, t
             )
     except ValueError as error:
         raise UserError(f"{refusal}: {str(error).splitlines()[0]}") from error
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise
+        raise UserError(f"{refusal}: it has a table of its own for its attention") from error  # as Falcon's
     if not model._supports_attention_backend and not recurrent:  # Qwen3-Next's can, though it does not say so
         raise UserError(f"{refusal}: its attention cannot be replaced through transformers' registry")
     if getattr(model, "_is_stateful", False) and not (recurrent and is_own_code(model)):

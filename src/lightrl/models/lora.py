@@ -68,8 +68,11 @@ def inject(model: Any, settings: Settings, dtype: torch.dtype = torch.float32) -
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    with torch.device("meta"):
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    try:
+        with torch.device("meta"):
+            inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    except ValueError as error:  # layers that peft has no adapters for
+        raise UserError(f"lora.target_modules: {' '.join(str(error).split())}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     for parameter in adapter_tensors(model).values():

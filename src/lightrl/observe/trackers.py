@@ -198,4 +198,6 @@ def _step_of(record: Mapping[str, Any]) -> int | None:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: int(value) if isinstance(value, int) else float(value) for name, value in metrics.items()}
+    """By names that can be written: a part of a reward may be called by half a character."""
+    names = {name: name.encode("utf-8", "replace").decode() for name in metrics}
+    return {names[n]: int(value) if isinstance(value, int) else float(value) for n, value in metrics.items()}
