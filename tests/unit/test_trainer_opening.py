@@ -145,5 +145,5 @@ def test_a_missing_key_of_servers_is_told_before_the_model_loads(
     monkeypatch.delenv("FAKE_SGLANG_KEY", raising=False)
     monkeypatch.setattr(Policy, "load", lambda *_, **__: pytest.fail("the model was loaded"))
     engine = {"kind": "sglang_server", "urls": ["http://127.0.0.1:9"], "api_key_env": "FAKE_SGLANG_KEY"}
-    with pytest.raises(UserError, match=r"^engine\.api_key_env: the environment variable FAKE_SGLANG_KEY is not set"):
+    with pytest.raises(UserError, match=r"^engine\.api_key_env: the environment has no FAKE_SGLANG_KEY"):
         Trainer(tiny_run.make_run(tmp_path, engine=engine))
