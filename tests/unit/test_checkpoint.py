@@ -237,7 +237,7 @@ def test_another_model_or_optimizer(tmp_path: Path) -> None:
     wide, wide_optimizer = _setup(0, width=9)
     with pytest.raises(UserError, match=r"another model: frozen has shape \(8,\) there, \(9,\) in this run"):
         keeper.load(folder, wide, wide_optimizer)
-    with pytest.raises(UserError, match=r"another model: it has no 0\.weight"):
+    with pytest.raises(UserError, match=r"another model: it has no 0\.weight; use the model\.path"):
         keeper.load(folder, nn.Sequential(nn.Linear(2, 2)), None)
     with pytest.raises(UserError, match=r"\[1, 3\] parameters in its groups, this run \[4\]"):
         keeper.load(folder, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))

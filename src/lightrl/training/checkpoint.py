@@ -355,16 +355,19 @@ def _check_model(folder: Path, targets: Mapping[str, Tensor], stored: Mapping[st
         if tensor.numel() == 0:
             continue
         if name not in stored:
-            raise UserError(f"{folder} is of another model: it has no {name.removeprefix('model.')}")
+            raise _other_model(folder, f"it has no {name.removeprefix('model.')}")
         shape = tuple(stored[name]["shape"])
         if shape != tuple(tensor.shape):
-            raise UserError(
-                f"{folder} is of another model: {name.removeprefix('model.')} has shape {shape} there, "
-                f"{tuple(tensor.shape)} in this run; use the model.path it was trained with, or another run.dir"
-            )
+            differs = f"{name.removeprefix('model.')} has shape {shape} there, {tuple(tensor.shape)} in this run"
+            raise _other_model(folder, differs)
     for name in stored:
         if name.startswith("model.") and name not in targets:
-            raise UserError(f"{folder} is of another model: this run's has no {name.removeprefix('model.')}")
+            raise _other_model(folder, f"this run's has no {name.removeprefix('model.')}")
+
+
+def _other_model(folder: Path, differs: str) -> UserError:
+    remedy = "use the model.path it was trained with, or another run.dir"
+    return UserError(f"{folder} is of another model: {differs}; {remedy}")
 
 
 def others_fault(folder: Path, state: Mapping[str, Any], wanted: Sequence[str]) -> str | None:
