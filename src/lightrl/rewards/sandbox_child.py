@@ -353,7 +353,18 @@ def _run(libc: Any, request: dict[str, Any], user: int | None, isolated: bool) -
     if not filtered and not isolated:
         _refuse_events()
     sys.argv[:] = ["code.py"]
+    _name_reachable_python()
     _execute(request["code"], echo=request["echo"])
+
+
+def _name_reachable_python() -> None:
+    """`sys.executable` may lie in a home that this user cannot enter; what it was made from perhaps does not.
+
+    multiprocessing starts one more Python to keep count of shared memory.
+    """
+    base = getattr(sys, "_base_executable", None)
+    if not os.access(sys.executable, os.X_OK) and base and os.access(base, os.X_OK):
+        sys.executable = base
 
 
 def _set_limits(request: dict[str, Any], *, shared: bool) -> None:
