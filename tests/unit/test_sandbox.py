@@ -24,6 +24,7 @@ from lightrl.rewards.sandbox import Ran, Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox's limits are Linux's")
 LIMITS = SandboxConfig(timeout=1.0, memory_mib=512, file_mib=1, processes=8, output_kib=16, concurrency=4)
+PATIENT = dataclasses.replace(LIMITS, timeout=30.0)  # for code that ends by itself, on a busy machine
 
 ORPHAN = """
 import os, time
@@ -76,8 +77,7 @@ def sandbox(namespaces: bool) -> Iterator[Sandbox]:
 
 @pytest.fixture
 def patient(namespaces: bool) -> Iterator[Sandbox]:
-    """The same with time enough on a busy machine, for code that ends by itself."""
-    sandbox = Sandbox(dataclasses.replace(LIMITS, timeout=30.0), namespaces=namespaces)
+    sandbox = Sandbox(PATIENT, namespaces=namespaces)
     yield sandbox
     sandbox.close()
     assert processes() == []
@@ -209,7 +209,7 @@ def test_nothing_outside_is_in_reach(sandbox: Sandbox, tmp_path_factory: pytest.
 
 
 def test_namespaces_show_nothing_else() -> None:
-    sandbox = Sandbox(LIMITS)
+    sandbox = Sandbox(PATIENT)
     sees = "print(os.getpid() < 10, len([p for p in os.listdir('/proc') if p.isdigit()]) < 10)"
     ran = sandbox.run_sync(f"import os\n{sees}")
     if ran.isolation != "namespaces":
@@ -258,7 +258,7 @@ def test_locks_and_shared_memory_are_within_its_folder() -> None:
         pytest.skip("no /dev/shm here")
     Path(host).write_text("of the host")
     try:
-        ran = Sandbox(dataclasses.replace(LIMITS, timeout=30.0)).run_sync(SHARES)
+        ran = Sandbox(PATIENT).run_sync(SHARES)
         assert Path(host).read_text() == "of the host"
         assert not Path("/dev/shm/y").exists()
     finally:
@@ -302,7 +302,7 @@ def test_running_code_ends_with_the_trainer(namespaces: bool) -> None:
 
 
 def test_many_at_once() -> None:
-    sandbox = Sandbox(LIMITS)
+    sandbox = Sandbox(PATIENT)
 
     async def work() -> list[Ran]:
         codes = ["print(1)", "1 / 0", "while True: print('x' * 999)"] * 3
